@@ -15,6 +15,11 @@ READY :=
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
+# The stamp is written last, so an installation that was interrupted is done again.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,docs]'
+	@touch $@
 endif
 
 .DEFAULT_GOAL := help
@@ -35,12 +40,6 @@ help:
 	@echo 'PYTHON=python3 VENV= uses an existing environment instead of $(VENV)'
 
 install: $(READY)
-
-# The stamp is written last, so an installation that was interrupted is done again.
-$(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,docs]'
-	@touch $@
 
 demo: $(READY)
 	$(PY) examples/serving_loop.py
