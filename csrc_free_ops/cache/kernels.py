@@ -1,0 +1,132 @@
+"""The Triton kernel behind `tensor_scatter` and `kv_scatter`.
+
+A tensor arrives here as `[B, M, S, D]`: batch, the other dimensions folded into M and D, and S
+along the axis that is written (T in the cache). One program copies ROWS x BLOCK_D elements of one
+batch row.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _scatter_tile(
+    cache,
+    update,
+    start,
+    batch,
+    row_block,
+    d_block,
+    M,
+    S,
+    T,
+    D,
+    cache_stride_b,
+    cache_stride_m,
+    cache_stride_t,
+    cache_stride_d,
+    update_stride_b,
+    update_stride_m,
+    update_stride_s,
+    update_stride_d,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CIRCULAR: tl.constexpr,
+):
+    """Copies one tile; every offset is formed in 64 bits, since a cache may hold 2^31 elements."""
+    row = row_block * ROWS + tl.arange(0, ROWS)
+    s = (row % S).to(tl.int64)
+    m = (row // S).to(tl.int64)
+    d = d_block * BLOCK_D + tl.arange(0, BLOCK_D)
+
+    position = start + s
+    keep = row < M * S
+    if CIRCULAR:  # 0 <= start < T and s < S <= T: one subtraction wraps
+        position = tl.where(position >= T, position - T, position)
+    else:  # outside is dropped, never moved onto a valid slot
+        keep = keep & (position >= 0) & (position < T)
+    mask = keep[:, None] & (d < D)[None, :]
+
+    source = update + batch * update_stride_b + (m * update_stride_m + s * update_stride_s)[:, None]
+    target = (
+        cache + batch * cache_stride_b + (m * cache_stride_m + position * cache_stride_t)[:, None]
+    )
+    column = d.to(tl.int64)[None, :]
+    tl.store(
+        target + column * cache_stride_d,
+        tl.load(source + column * update_stride_d, mask=mask),
+        mask=mask,
+    )
+
+
+# M, S, T and the index stride change from call to call and help no load become wider.
+@triton.jit(do_not_specialize=["M", "S", "key_T", "value_T", "index_stride"])
+def scatter_kernel(
+    key_cache,
+    key,
+    value_cache,
+    value,
+    write_indices,
+    index_stride,
+    M,
+    S,
+    key_T,
+    value_T,
+    key_D,
+    value_D,
+    key_cache_stride_b,
+    key_cache_stride_m,
+    key_cache_stride_t,
+    key_cache_stride_d,
+    key_stride_b,
+    key_stride_m,
+    key_stride_s,
+    key_stride_d,
+    value_cache_stride_b,
+    value_cache_stride_m,
+    value_cache_stride_t,
+    value_cache_stride_d,
+    value_stride_b,
+    value_stride_m,
+    value_stride_s,
+    value_stride_d,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CIRCULAR: tl.constexpr,
+    HAS_INDICES: tl.constexpr,
+    HAS_VALUE: tl.constexpr,
+):
+    """Grid: one dimension, `B * cdiv(M*S, ROWS) * cdiv(max(key_D, value_D), BLOCK_D)` programs."""
+    d_blocks = tl.cdiv(key_D, BLOCK_D)
+    if HAS_VALUE:
+        d_blocks = tl.maximum(d_blocks, tl.cdiv(value_D, BLOCK_D))
+    row_blocks = tl.cdiv(M * S, ROWS)
+    program = tl.program_id(0)
+    d_block = program % d_blocks
+    row_block = (program // d_blocks) % row_blocks
+    batch = (program // d_blocks // row_blocks).to(tl.int64)
+
+    start = batch * 0
+    if HAS_INDICES:
+        start = tl.load(write_indices + batch * index_stride).to(tl.int64)
+    key_start = start
+    if CIRCULAR:
+        key_start = start % key_T
+        key_start = tl.where(key_start < 0, key_start + key_T, key_start)
+    _scatter_tile(
+        key_cache, key, key_start, batch, row_block, d_block, M, S, key_T, key_D,
+        key_cache_stride_b, key_cache_stride_m, key_cache_stride_t, key_cache_stride_d,
+        key_stride_b, key_stride_m, key_stride_s, key_stride_d,
+        ROWS, BLOCK_D, CIRCULAR,
+    )  # fmt: skip
+    if HAS_VALUE:
+        value_start = start
+        if CIRCULAR:
+            value_start = start % value_T
+            value_start = tl.where(value_start < 0, value_start + value_T, value_start)
+        _scatter_tile(
+            value_cache, value, value_start, batch, row_block, d_block, M, S, value_T, value_D,
+            value_cache_stride_b, value_cache_stride_m, value_cache_stride_t, value_cache_stride_d,
+            value_stride_b, value_stride_m, value_stride_s, value_stride_d,
+            ROWS, BLOCK_D, CIRCULAR,
+        )  # fmt: skip
