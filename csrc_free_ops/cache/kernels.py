@@ -10,9 +10,16 @@ import triton.language as tl
 
 
 @triton.jit
-def _scatter_tile(
-    cache,
+def _wrap(start, T):
+    """Returns `start mod T` in [0, T): Triton's remainder has the sign of the dividend."""
+    start = start % T
+    return tl.where(start < 0, start + T, start)
+
+
+@triton.jit
+def _load_tile(
     update,
+    cache,
     start,
     batch,
     row_block,
@@ -33,7 +40,7 @@ def _scatter_tile(
     BLOCK_D: tl.constexpr,
     CIRCULAR: tl.constexpr,
 ):
-    """Copies one tile; every offset is formed in 64 bits, since a cache may hold 2^31 elements."""
+    """Returns where a tile goes, what is kept of it, and its values; all offsets have 64 bits."""
     row = row_block * ROWS + tl.arange(0, ROWS)
     s = (row % S).to(tl.int64)
     m = (row // S).to(tl.int64)
@@ -52,11 +59,8 @@ def _scatter_tile(
         cache + batch * cache_stride_b + (m * cache_stride_m + position * cache_stride_t)[:, None]
     )
     column = d.to(tl.int64)[None, :]
-    tl.store(
-        target + column * cache_stride_d,
-        tl.load(source + column * update_stride_d, mask=mask),
-        mask=mask,
-    )
+    values = tl.load(source + column * update_stride_d, mask=mask)
+    return target + column * cache_stride_d, mask, values
 
 
 # M, S, T and the index stride change from call to call and help no load become wider.
@@ -111,10 +115,9 @@ def scatter_kernel(
         start = tl.load(write_indices + batch * index_stride).to(tl.int64)
     key_start = start
     if CIRCULAR:
-        key_start = start % key_T
-        key_start = tl.where(key_start < 0, key_start + key_T, key_start)
-    _scatter_tile(
-        key_cache, key, key_start, batch, row_block, d_block, M, S, key_T, key_D,
+        key_start = _wrap(start, key_T)
+    key_target, key_mask, key_values = _load_tile(
+        key, key_cache, key_start, batch, row_block, d_block, M, S, key_T, key_D,
         key_cache_stride_b, key_cache_stride_m, key_cache_stride_t, key_cache_stride_d,
         key_stride_b, key_stride_m, key_stride_s, key_stride_d,
         ROWS, BLOCK_D, CIRCULAR,
@@ -122,11 +125,13 @@ def scatter_kernel(
     if HAS_VALUE:
         value_start = start
         if CIRCULAR:
-            value_start = start % value_T
-            value_start = tl.where(value_start < 0, value_start + value_T, value_start)
-        _scatter_tile(
-            value_cache, value, value_start, batch, row_block, d_block, M, S, value_T, value_D,
+            value_start = _wrap(start, value_T)
+        value_target, value_mask, value_values = _load_tile(
+            value, value_cache, value_start, batch, row_block, d_block, M, S, value_T, value_D,
             value_cache_stride_b, value_cache_stride_m, value_cache_stride_t, value_cache_stride_d,
             value_stride_b, value_stride_m, value_stride_s, value_stride_d,
             ROWS, BLOCK_D, CIRCULAR,
         )  # fmt: skip
+        # Stored after both loads were issued: one trip to memory, not two.
+        tl.store(value_target, value_values, mask=value_mask)
+    tl.store(key_target, key_values, mask=key_mask)
