@@ -18,6 +18,7 @@ READY := $(VENV)/.ready
 # The stamp is written last, so an installation that was interrupted is done again.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	@echo 'installing into $(VENV): the first time this fetches PyTorch and takes some minutes'
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev,docs]'
 	@touch $@
 endif
