@@ -1,0 +1,1 @@
+"""Tests; `tests/gpu` runs on a GPU only, `tests/conformance` holds the cases that every tier takes."""

@@ -1,0 +1,946 @@
+"""The table of cases of `attn_tiers::decode`: each function is one case, its name the behaviour.
+
+A case makes one call from a `Maker`; the oracle says what must come out. The cases hold the rules
+of the contract's section 1 one by one, and the smallest inputs that have shown faults in other
+attention kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import torch
+
+from tests.conformance.calls import Call, Maker
+
+MASKED = -math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A named call, and the tiers that have to be able to take it."""
+
+    name: str
+    make: Callable[[Maker], Call]
+    flash: bool = True  # the Triton tier accepts it
+    mea: bool = False  # PyTorch's memory-efficient attention accepts it (on a GPU)
+    everywhere: bool = True  # False: too large for Triton's interpreter
+
+    def meant_for(self, tier: str) -> bool:
+        return {"flash": self.flash, "mea": self.mea, "unfused": True}.get(tier, False)
+
+
+CASES: list[Case] = []
+
+
+def case(
+    *, name: str | None = None, flash: bool = True, mea: bool = False, everywhere: bool = True
+) -> Callable[[Callable[[Maker], Call]], Callable[[Maker], Call]]:
+    """Enters the function into the table."""
+
+    def enter(make: Callable[[Maker], Call]) -> Callable[[Maker], Call]:
+        CASES.append(Case(name or make.__name__, make, flash, mea, everywhere))
+        return make
+
+    return enter
+
+
+# ---------------------------------------------------------------------------------------- shapes
+
+
+@case(mea=True)
+def plain_grouped_heads(m: Maker) -> Call:
+    return Call(m.qkv())
+
+
+@case(mea=True)
+def as_many_kv_heads_as_query_heads(m: Maker) -> Call:
+    return Call(m.qkv(Hq=3, Hkv=3))
+
+
+@case(mea=True)
+def one_kv_head_for_all(m: Maker) -> Call:
+    return Call(m.qkv(Hq=4, Hkv=1))
+
+
+def _group(group: int) -> None:
+    @case(name=f"group_of_{group}")
+    def make(m: Maker) -> Call:
+        lengths = m.lengths([m.T, 0, 7])
+        return Call({**m.qkv(B=3, Hq=2 * group, Hkv=2), "nonpad_kv_seqlen": lengths})
+
+
+for _g in (3, 5, 6, 7, 16, 20):
+    _group(_g)
+
+
+@case()
+def group_times_rows_is_no_power_of_two(m: Maker) -> Call:
+    lengths = m.lengths([m.T, 5])
+    return Call({**m.qkv(Hq=10, Sq=3), "nonpad_kv_seqlen": lengths}, {"is_causal": True})
+
+
+def _head_sizes(D: int, Dv: int, flash: bool = True, everywhere: bool = True) -> None:
+    @case(name=f"head_sizes_{D}_and_{Dv}", flash=flash, everywhere=everywhere)
+    def make(m: Maker) -> Call:
+        T = m.pick(19, m.T)
+        lengths = m.lengths([T, 5])
+        return Call({**m.qkv(Hkv=1, Hq=2, T=T, D=D, Dv=Dv), "nonpad_kv_seqlen": lengths})
+
+
+for _D, _Dv in [
+    (8, 8), (40, 40), (72, 72), (80, 80), (96, 96), (248, 248), (256, 256),
+    (64, 32), (32, 64), (128, 64), (64, 128), (192, 128), (256, 64), (24, 8),
+]:  # fmt: skip
+    _head_sizes(_D, _Dv)
+_head_sizes(257, 257, flash=False)
+_head_sizes(320, 64, flash=False)
+_head_sizes(512, 512, flash=False)
+
+
+def _query_rows(rows: int) -> None:
+    @case(name=f"{rows}_query_rows_causal_bottom_right")
+    def make(m: Maker) -> Call:
+        lengths = m.lengths([m.T, rows, 11], torch.int64)
+        call = {**m.qkv(B=3, Sq=rows), "nonpad_kv_seqlen": lengths}
+        return Call(call, {"is_causal": True})
+
+
+for _rows in (2, 3, 4, 5, 8, 13, 16, 17, 33):
+    _query_rows(_rows)
+
+
+@case(mea=True)
+def many_query_rows_without_a_cache(m: Maker) -> Call:
+    return Call(m.qkv(B=1, Sq=m.pick(40, 300), T=m.pick(40, 300)), {"is_causal": True})
+
+
+@case(mea=True)
+def more_query_rows_than_keys(m: Maker) -> Call:
+    return Call(m.qkv(B=1, Sq=21, T=5))
+
+
+@case(mea=True)
+def one_key(m: Maker) -> Call:
+    return Call(m.qkv(T=1))
+
+
+@case()
+def one_key_of_capacity_and_one_row_without(m: Maker) -> Call:
+    return Call({**m.qkv(T=1), "nonpad_kv_seqlen": m.lengths([1, 0])})
+
+
+@case()
+def capacity_of_one_more_than_a_block(m: Maker) -> Call:
+    """The last split holds one key."""
+    T = m.pick(65, 1025)
+    return Call({**m.qkv(Hq=2, Hkv=1, T=T), "nonpad_kv_seqlen": m.lengths([T, T - 1])})
+
+
+@case(everywhere=False)
+def long_sequence_in_many_splits(m: Maker) -> Call:
+    return Call({**m.qkv(B=1, T=30000), "nonpad_kv_seqlen": m.lengths([29999])})
+
+
+@case(everywhere=False)
+def short_sequence_in_a_large_capacity(m: Maker) -> Call:
+    """Most splits are empty."""
+    return Call({**m.qkv(B=4, T=32768), "nonpad_kv_seqlen": m.lengths([100, 1000, 0, 1])})
+
+
+@case(everywhere=False)
+def mixed_lengths_as_served(m: Maker) -> Call:
+    lengths = [512, 8192, 0, 1, 4097, 63, 64, 65, 127, 128, 129, 8191, 2048, 300, 5000, 1000]
+    call = m.qkv(B=16, Hq=8, Hkv=2, T=8192)
+    return Call({**call, "nonpad_kv_seqlen": m.lengths(lengths)})
+
+
+@case(flash=False)
+def empty_batch(m: Maker) -> Call:
+    return Call(m.qkv(B=0))
+
+
+@case(flash=False)
+def empty_batch_with_lengths(m: Maker) -> Call:
+    return Call({**m.qkv(B=0), "nonpad_kv_seqlen": m.lengths([])})
+
+
+@case(flash=False)
+def no_query_rows(m: Maker) -> Call:
+    return Call(m.qkv(Sq=0))
+
+
+@case(flash=False)
+def no_keys_give_zero(m: Maker) -> Call:
+    return Call(m.qkv(T=0))
+
+
+@case(flash=False)
+def no_keys_with_lengths_and_sinks_give_zero(m: Maker) -> Call:
+    call = {**m.qkv(T=0, Sq=3), "nonpad_kv_seqlen": m.lengths([0, 4])}
+    return Call({**call, "sinks": m.normal(4, dtype=torch.float32)}, {"is_causal": True})
+
+
+# ---------------------------------------------------------------------------------------- rank 3
+
+
+def _packed(m: Maker, B: int, Sq: int, T: int, Hq: int, Hkv: int, D: int, Dv: int) -> dict:
+    return {
+        "query": m.normal(B, Sq, Hq * D),
+        "key": m.normal(B, T, Hkv * D),
+        "value": m.normal(B, T, Hkv * Dv),
+    }
+
+
+@case(mea=True)
+def rank_three(m: Maker) -> Call:
+    call = _packed(m, 2, 1, m.T, 4, 2, m.D, m.D)
+    return Call(call, {"q_num_heads": 4, "kv_num_heads": 2})
+
+
+@case()
+def rank_three_with_lengths_and_two_head_sizes(m: Maker) -> Call:
+    call = _packed(m, 2, 3, m.T, 6, 2, 2 * m.D, m.D)
+    call["nonpad_kv_seqlen"] = m.lengths([0, m.T - 2])
+    return Call(call, {"q_num_heads": 6, "kv_num_heads": 2, "is_causal": True})
+
+
+@case()
+def rank_three_sliced_from_a_packed_projection(m: Maker) -> Call:
+    Hq, Hkv, T, D = 4, 2, m.T, m.D
+    packed = m.normal(2, T, (Hq + 2 * Hkv) * D)
+    query, key, value = packed.split([Hq * D, Hkv * D, Hkv * D], dim=-1)
+    call = {"query": query[:, -2:], "key": key, "value": value}
+    call["nonpad_kv_seqlen"] = m.lengths([T, 9])
+    return Call(call, {"q_num_heads": Hq, "kv_num_heads": Hkv, "is_causal": True})
+
+
+@case(flash=False)
+def rank_three_scores_are_rank_four(m: Maker) -> Call:
+    call = _packed(m, 2, 3, m.pick(13, 130), 4, 2, m.D, m.D)
+    scalars = {"q_num_heads": 4, "kv_num_heads": 2, "qk_matmul_output_mode": 1}
+    return Call(call, scalars, "qk")
+
+
+@case()
+def rank_three_with_past(m: Maker) -> Call:
+    call = _packed(m, 2, 2, 3, 4, 2, m.D, 2 * m.D)
+    call["past_key"] = m.normal(2, 2, 20, m.D)
+    call["past_value"] = m.normal(2, 2, 20, 2 * m.D)
+    return Call(call, {"q_num_heads": 4, "kv_num_heads": 2, "is_causal": True}, "present")
+
+
+# --------------------------------------------------------------------------------------- lengths
+
+
+@case()
+def lengths_zero_and_five_in_one_batch(m: Maker) -> Call:
+    return Call({**m.qkv(T=16), "nonpad_kv_seqlen": m.lengths([0, 5])})
+
+
+@case()
+def lengths_as_int64(m: Maker) -> Call:
+    return Call({**m.qkv(B=3), "nonpad_kv_seqlen": m.lengths([3, 0, m.T], torch.int64)})
+
+
+@case()
+def every_length_zero(m: Maker) -> Call:
+    return Call({**m.qkv(Sq=3), "nonpad_kv_seqlen": m.lengths([0, 0])})
+
+
+@case()
+def lengths_outside_the_capacity_are_clamped(m: Maker) -> Call:
+    lengths = m.lengths([-1, m.T + 1, -(2**31), 2**31 - 1])
+    return Call({**m.qkv(B=4), "nonpad_kv_seqlen": lengths})
+
+
+@case()
+def int64_lengths_beyond_int32_are_clamped(m: Maker) -> Call:
+    lengths = m.lengths([2**32 + 3, -(2**32) + 3, 2**62, 4], torch.int64)
+    return Call({**m.qkv(B=4, Sq=2), "nonpad_kv_seqlen": lengths}, {"is_causal": True})
+
+
+@case()
+def clamped_lengths_move_the_causal_offset(m: Maker) -> Call:
+    lengths = m.lengths([m.T + 100, -100])
+    scalars = {"is_causal": True, "left_window_size": 3}
+    return Call({**m.qkv(Sq=4), "nonpad_kv_seqlen": lengths}, scalars)
+
+
+@case()
+def lengths_as_a_strided_view(m: Maker) -> Call:
+    table = m.lengths([[m.T, -7], [3, -7], [0, -7]])
+    return Call({**m.qkv(B=3), "nonpad_kv_seqlen": table[:, 0]})
+
+
+@case()
+def one_length_expanded_over_the_batch(m: Maker) -> Call:
+    return Call({**m.qkv(B=3), "nonpad_kv_seqlen": m.lengths([9]).expand(3)})
+
+
+def _tail(bad: float, where: str) -> None:
+    @case(name=f"{bad}_past_the_length_in_{where}")
+    def make(m: Maker) -> Call:
+        call, lengths = m.qkv(B=4, Sq=2), [m.T - 3, 5, 0, 1]
+        for name in ("key", "value") if where == "both" else (where,):
+            for b, n in enumerate(lengths):
+                call[name][b, :, n:] = bad
+        call["nonpad_kv_seqlen"] = m.lengths(lengths)
+        return Call(call, {"is_causal": True})
+
+
+for _bad, _where in [(math.nan, "key"), (math.nan, "value"), (math.inf, "both")]:
+    _tail(_bad, _where)
+
+
+@case()
+def nan_past_the_length_with_every_other_feature(m: Maker) -> Call:
+    call, lengths = m.qkv(B=3), [7, 0, m.T - 1]
+    for b, n in enumerate(lengths):
+        call["key"][b, :, n:] = math.nan
+        call["value"][b, :, n:] = -math.inf
+    call["nonpad_kv_seqlen"] = m.lengths(lengths)
+    call["sinks"] = m.normal(4, dtype=torch.float32)
+    call["attn_mask"] = m.normal(3, 4, 1, m.T, dtype=torch.float32)
+    return Call(call, {"softcap": 2.0, "left_window_size": 4})
+
+
+@case()
+def mask_of_nan_past_the_length_is_not_read(m: Maker) -> Call:
+    """A recycled mask buffer: what lies past the length is masked whatever it holds."""
+    mask = m.normal(2, 1, 1, m.T, dtype=torch.float32)
+    mask[1, ..., 5:] = math.nan
+    return Call({**m.qkv(), "nonpad_kv_seqlen": m.lengths([m.T, 5]), "attn_mask": mask})
+
+
+# --------------------------------------------------------------------------- causality and windows
+
+
+@case(mea=True)
+def causal_single_row_without_lengths_sees_key_zero_only(m: Maker) -> Call:
+    return Call(m.qkv(), {"is_causal": True})
+
+
+@case(mea=True)
+def causal_without_lengths_is_top_left(m: Maker) -> Call:
+    return Call(m.qkv(Sq=6), {"is_causal": True})
+
+
+@case(mea=True)
+def causal_top_left_with_more_rows_than_keys(m: Maker) -> Call:
+    return Call(m.qkv(Sq=9, T=4), {"is_causal": True})
+
+
+@case()
+def causal_single_row_with_lengths_changes_nothing(m: Maker) -> Call:
+    call = {**m.qkv(), "nonpad_kv_seqlen": m.lengths([m.T, 3])}
+    return Call(call, {"is_causal": True})
+
+
+@case()
+def causal_with_fewer_keys_than_rows_empties_the_first_rows(m: Maker) -> Call:
+    call = {**m.qkv(B=3, Sq=7), "nonpad_kv_seqlen": m.lengths([2, 0, 7])}
+    return Call(call, {"is_causal": True})
+
+
+def _window(name: str, left: int, right: int, causal: bool, lengths: bool, Sq: int = 5) -> None:
+    @case(name=name)
+    def make(m: Maker) -> Call:
+        call: dict = m.qkv(B=3 if lengths else 1, Sq=Sq)
+        if lengths:
+            call["nonpad_kv_seqlen"] = m.lengths([m.T, 3, 0])
+        scalars = {"left_window_size": left, "right_window_size": right, "is_causal": causal}
+        return Call(call, scalars)
+
+
+_window("left_window_counts_keys_before_the_current_one", 3, -1, True, True)
+_window("left_window_of_zero_sees_itself_only", 0, -1, True, True)
+_window("left_window_of_a_single_row", 4, -1, False, True, Sq=1)
+_window("left_window_longer_than_the_cache", 2000, -1, True, True)
+_window("left_window_without_lengths", 2, -1, False, False)
+_window("right_window_without_causality", -1, 2, False, True)
+_window("right_window_of_zero_is_causal", -1, 0, False, True)
+_window("right_window_does_not_widen_causality", -1, 3, True, True)
+_window("both_windows_not_causal", 2, 1, False, True)
+_window("both_windows_without_lengths", 1, 2, False, False)
+
+
+@case()
+def left_window_empties_rows_past_the_keys(m: Maker) -> Call:
+    """Top left with more rows than keys: p - left lies past the last key."""
+    return Call(m.qkv(B=1, Sq=12, T=4), {"left_window_size": 2})
+
+
+@case()
+def right_window_with_negative_offset_empties_rows(m: Maker) -> Call:
+    call = {**m.qkv(Sq=8), "nonpad_kv_seqlen": m.lengths([2, 8])}
+    return Call(call, {"right_window_size": 1})
+
+
+@case()
+def window_far_from_the_start_of_a_long_row(m: Maker) -> Call:
+    """Only the last split has anything to do."""
+    T = m.pick(90, 5000)
+    call = {**m.qkv(Hq=2, Hkv=1, T=T), "nonpad_kv_seqlen": m.lengths([T - 1, 20])}
+    return Call(call, {"left_window_size": 6})
+
+
+# ---------------------------------------------------------------------- scale, softcap and sinks
+
+
+@case(mea=True)
+def scale_given(m: Maker) -> Call:
+    return Call(m.qkv(), {"scale": 0.07})
+
+
+@case(mea=True)
+def scale_of_one(m: Maker) -> Call:
+    return Call(m.qkv(D=16), {"scale": 1.0})
+
+
+@case()
+def softcap(m: Maker) -> Call:
+    call = {**m.qkv(Sq=2), "nonpad_kv_seqlen": m.lengths([m.T, 6])}
+    return Call(call, {"softcap": 1.5, "scale": 0.5, "is_causal": True})
+
+
+@case()
+def softcap_of_logits_in_the_thousands(m: Maker) -> Call:
+    """exp(2 * 4400 / 50) is beyond float32."""
+    call = m.qkv()
+    call["query"] *= 8
+    call["key"][:, :, ::3] *= 140
+    return Call(call, {"softcap": 50.0, "scale": 1.0})
+
+
+@case()
+def logits_in_the_thousands_without_softcap(m: Maker) -> Call:
+    call = m.qkv()
+    call["key"][:, :, 4] *= 200
+    call["key"][:, :, 7] *= -200
+    return Call(call, {"scale": 1.0})
+
+
+@case()
+def softcap_does_not_unmask(m: Maker) -> Call:
+    """A softcap over masked logits would make them finite."""
+    mask = m.flags(2, 1, 1, m.T)
+    call = {**m.qkv(), "attn_mask": mask, "nonpad_kv_seqlen": m.lengths([m.T - 4, 9])}
+    return Call(call, {"softcap": 0.7})
+
+
+def _sinks(dtype: torch.dtype) -> None:
+    @case(name=f"sinks_in_{str(dtype).removeprefix('torch.')}")
+    def make(m: Maker) -> Call:
+        call = {**m.qkv(Hq=6, Sq=2), "nonpad_kv_seqlen": m.lengths([0, m.T])}
+        return Call({**call, "sinks": m.normal(6, dtype=dtype)}, {"is_causal": True})
+
+
+for _dtype in (torch.float32, torch.float16, torch.bfloat16):
+    _sinks(_dtype)
+
+
+@case()
+def sinks_above_every_logit(m: Maker) -> Call:
+    return Call({**m.qkv(), "sinks": m.integers([9, 8, 7, 6], torch.float32)})
+
+
+@case()
+def sinks_far_below_every_logit_change_nothing(m: Maker) -> Call:
+    return Call({**m.qkv(), "sinks": m.integers([-1000] * 4, torch.float32)})
+
+
+@case()
+def sinks_of_minus_infinity_are_none(m: Maker) -> Call:
+    call = {**m.qkv(), "nonpad_kv_seqlen": m.lengths([0, 5])}
+    return Call({**call, "sinks": torch.full((4,), MASKED, device=m.device)})
+
+
+@case()
+def sinks_as_a_strided_view(m: Maker) -> Call:
+    return Call({**m.qkv(), "sinks": m.normal(4, 3, dtype=torch.float32)[:, 1]})
+
+
+@case()
+def sinks_on_fully_masked_rows_give_zero(m: Maker) -> Call:
+    mask = m.flags(2, 1, 3, m.T)
+    mask[0, 0, 1] = False
+    return Call({**m.qkv(Sq=3), "attn_mask": mask, "sinks": m.normal(4, dtype=torch.float32)})
+
+
+# ----------------------------------------------------------------------------------------- masks
+
+
+def _mask(name: str, shape: str, kind: str, mea: bool = False) -> None:
+    """`shape` in letters B H S T (sizes of the call) and 1."""
+
+    @case(name=f"{kind}_mask_{name}", mea=mea)
+    def make(m: Maker) -> Call:
+        B, Hq, Sq = 2, 4, 3
+        sizes = {"B": B, "H": Hq, "S": Sq, "T": m.T, "1": 1}
+        dims = [sizes[letter] for letter in shape]
+        mask = m.flags(*dims) if kind == "bool" else m.normal(*dims, dtype=torch.float32)
+        return Call({**m.qkv(B=B, Hq=Hq, Sq=Sq), "attn_mask": mask})
+
+
+for _kind in ("bool", "additive"):
+    _mask("of_rank_one", "T", _kind)
+    _mask("of_rank_two", "ST", _kind)
+    _mask("of_rank_three_is_per_head", "HST", _kind)
+    _mask("of_rank_four", "BHST", _kind)
+    _mask("per_batch_over_all_heads", "B1ST", _kind)
+    _mask("per_head_over_all_batches", "1H1T", _kind)
+_mask("one_row_for_all", "1T", "bool")
+_mask("all_ones_but_the_keys", "111T", "additive")
+
+
+@case()
+def rank_three_mask_with_as_many_heads_as_batches(m: Maker) -> Call:
+    """Reading the first dimension as the batch would fit, and be wrong."""
+    return Call({**m.qkv(B=4, Hq=4, Sq=2), "attn_mask": m.flags(4, 2, m.T)})
+
+
+def _short_mask(name: str, keys: int, kind: str, lengths: bool = False) -> None:
+    @case(name=name)
+    def make(m: Maker) -> Call:
+        call: dict = m.qkv(Sq=2)
+        shape = (2, 1, 2, keys)
+        call["attn_mask"] = m.flags(*shape) if kind == "bool" else m.normal(*shape)
+        if kind == "bool":
+            call["key"][:, :, keys:] = math.nan
+            call["value"][:, :, keys:] = math.nan
+        if lengths:
+            call["nonpad_kv_seqlen"] = m.lengths([m.T, 4])
+        return Call(call)
+
+
+_short_mask("short_bool_mask_hides_the_rest_even_nan", 11, "bool")
+_short_mask("short_additive_mask_hides_the_rest", 11, "additive")
+_short_mask("short_mask_and_lengths_both_hold", 11, "additive", lengths=True)
+_short_mask("mask_of_one_key_does_not_broadcast", 1, "additive")
+
+
+@case()
+def mask_of_no_keys_hides_all(m: Maker) -> Call:
+    return Call({**m.qkv(), "attn_mask": m.flags(1, 0)})
+
+
+@case()
+def lowest_float_in_a_mask_is_not_minus_infinity(m: Maker) -> Call:
+    """Rows where every key has it attend to all of them alike; elsewhere it hides."""
+    mask = torch.zeros(2, 1, 2, m.T, device=m.device)
+    mask[0, 0, 1] = torch.finfo(torch.float32).min
+    mask[1, 0, 0, : m.T // 2] = torch.finfo(torch.float32).min
+    return Call({**m.qkv(Sq=2), "attn_mask": mask})
+
+
+@case()
+def lowest_half_float_in_a_mask_hides_beside_others(m: Maker) -> Call:
+    mask = torch.zeros(2, 1, 1, m.T, dtype=torch.float16, device=m.device)
+    mask[1, ..., m.T // 2 :] = torch.finfo(torch.float16).min
+    return Call({**m.qkv(), "attn_mask": mask})
+
+
+@case()
+def lowest_float_beside_minus_infinity(m: Maker) -> Call:
+    mask = torch.full((2, 1, 1, m.T), MASKED, device=m.device)
+    mask[..., 3:9] = torch.finfo(torch.float32).min
+    return Call({**m.qkv(), "attn_mask": mask})
+
+
+@case()
+def lowest_float_in_a_mask_with_softcap_and_sinks(m: Maker) -> Call:
+    mask = torch.full((1, 1, 1, m.T), torch.finfo(torch.float32).min, device=m.device)
+    mask[..., 5] = 0.0
+    call = {**m.qkv(), "attn_mask": mask, "sinks": m.normal(4, dtype=torch.float32)}
+    return Call(call, {"softcap": 3.0})
+
+
+@case(mea=True)
+def additive_mask_of_minus_infinity_empties_rows(m: Maker) -> Call:
+    mask = m.normal(2, 4, 3, m.T)
+    mask[0, 1, 2] = MASKED
+    mask[1, :, 0] = MASKED
+    mask[1, :, 1, 4:] = MASKED
+    return Call({**m.qkv(Sq=3), "attn_mask": mask})
+
+
+@case()
+def bool_mask_empties_rows(m: Maker) -> Call:
+    mask = m.flags(2, 4, 3, m.T)
+    mask[0, 1, 2] = False
+    mask[1, :, 0] = False
+    return Call({**m.qkv(Sq=3), "attn_mask": mask})
+
+
+@case()
+def mask_and_causality_together_empty_a_row(m: Maker) -> Call:
+    """Neither alone does: the mask leaves only what causality hides."""
+    mask = torch.ones(1, 1, 4, m.T, dtype=torch.bool, device=m.device)
+    mask[..., 1, : m.T - 2] = False
+    call = {**m.qkv(Sq=4), "attn_mask": mask, "nonpad_kv_seqlen": m.lengths([m.T, m.T])}
+    return Call(call, {"is_causal": True})
+
+
+@case()
+def nan_in_keys_that_a_bool_mask_hides_from_everyone(m: Maker) -> Call:
+    call = m.qkv(Sq=2)
+    mask = m.flags(2, 1, 1, m.T)
+    hidden = ~mask[:, 0, 0]
+    for name in ("key", "value"):
+        call[name].masked_fill_(hidden[:, None, :, None], math.nan)
+    return Call({**call, "attn_mask": mask})
+
+
+@case()
+def nan_in_keys_hidden_from_one_kv_head_only(m: Maker) -> Call:
+    """KV head 0 of batch 1 hides the first keys from its two query heads; the others see theirs."""
+    call = m.qkv()
+    mask = m.flags(2, 4, 1, m.T, share=0.8)
+    mask[1, :2, :, :6] = False
+    call["key"][1, 0, :6] = math.nan
+    call["value"][1, 0, :6] = math.inf
+    return Call({**call, "attn_mask": mask})
+
+
+@case()
+def nan_in_keys_hidden_by_mask_with_windows_and_lengths(m: Maker) -> Call:
+    call, mask = m.qkv(), m.flags(m.T)
+    for name in ("key", "value"):
+        call[name].masked_fill_(~mask[:, None], math.nan)
+    call["nonpad_kv_seqlen"] = m.lengths([m.T - 1, 13])
+    return Call({**call, "attn_mask": mask}, {"left_window_size": 9})
+
+
+def _mask_dtype(dtype: torch.dtype) -> None:
+    @case(name=f"additive_mask_in_{str(dtype).removeprefix('torch.')}")
+    def make(m: Maker) -> Call:
+        mask = (3 * m.normal(2, 1, 2, m.T, dtype=torch.float32)).round().to(dtype)
+        return Call({**m.qkv(Sq=2), "attn_mask": mask})
+
+
+for _dtype in (
+    torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int32, torch.int64,
+):  # fmt: skip
+    _mask_dtype(_dtype)
+
+
+@case()
+def unsigned_mask_is_added(m: Maker) -> Call:
+    """0 and 1 in uint8 are numbers, not flags."""
+    return Call({**m.qkv(), "attn_mask": m.flags(2, 1, 1, m.T).to(torch.uint8)})
+
+
+@case()
+def expanded_mask_with_stride_zero(m: Maker) -> Call:
+    mask = m.normal(2, 1, 1, m.T, dtype=torch.float32).expand(2, 4, 3, m.T)
+    return Call({**m.qkv(Sq=3), "attn_mask": mask})
+
+
+@case()
+def mask_expanded_along_the_keys(m: Maker) -> Call:
+    """Stride 0 on the last dimension: all keys of a row are seen, or none."""
+    return Call({**m.qkv(Sq=3), "attn_mask": m.flags(2, 4, 3, 1).expand(2, 4, 3, m.T)})
+
+
+@case()
+def transposed_mask(m: Maker) -> Call:
+    """The last dimension is not dense."""
+    return Call({**m.qkv(Sq=3), "attn_mask": m.flags(2, m.T, 3).transpose(1, 2)[:, None]})
+
+
+@case()
+def mask_sliced_from_a_wider_buffer(m: Maker) -> Call:
+    return Call({**m.qkv(Sq=2), "attn_mask": m.normal(2, 1, 2, m.T + 7)[..., 3:-4]})
+
+
+@case()
+def everything_at_once(m: Maker) -> Call:
+    call = m.qkv(B=3, Hq=6, Sq=3, Dv=2 * m.D if m.D < 128 else 64)
+    call["nonpad_kv_seqlen"] = m.lengths([m.T - 2, 2, 0], torch.int64)
+    call["attn_mask"] = m.normal(3, 1, 3, m.T - 5, dtype=torch.float32)
+    call["attn_mask"][:, :, :, 4] = MASKED
+    call["sinks"] = m.normal(6, dtype=torch.float16)
+    scalars = {
+        "is_causal": True, "scale": 0.3, "softcap": 4.0,
+        "left_window_size": 20, "right_window_size": 1,
+    }  # fmt: skip
+    return Call(call, scalars)
+
+
+# ------------------------------------------------------------------------------- past and present
+
+
+def _with_past(m: Maker, P: int, L: int, Sq: int = 1, Dv: int | None = None) -> dict:
+    call = m.qkv(Sq=Sq, T=L, Dv=Dv)
+    call["past_key"] = m.normal(2, 2, P, m.D)
+    call["past_value"] = m.normal(2, 2, P, Dv or m.D)
+    return call
+
+
+@case(mea=True)
+def present_without_past_copies_the_inputs(m: Maker) -> Call:
+    return Call(m.qkv(), {}, "present")
+
+
+@case()
+def present_without_past_but_with_lengths(m: Maker) -> Call:
+    return Call({**m.qkv(), "nonpad_kv_seqlen": m.lengths([0, 7])}, {}, "present")
+
+
+@case(mea=True)
+def present_with_past(m: Maker) -> Call:
+    return Call(_with_past(m, m.T, 1, Dv=2 * m.D), {}, "present")
+
+
+@case(mea=True)
+def present_with_empty_past(m: Maker) -> Call:
+    return Call(_with_past(m, 0, 6), {"is_causal": True}, "present")
+
+
+@case()
+def causal_single_row_with_past_hides_new_keys_but_the_first(m: Maker) -> Call:
+    return Call(_with_past(m, 9, 4), {"is_causal": True}, "present")
+
+
+@case()
+def causal_rows_with_past(m: Maker) -> Call:
+    return Call(_with_past(m, m.T - 4, 4, Sq=4), {"is_causal": True}, "present")
+
+
+@case()
+def window_with_past(m: Maker) -> Call:
+    call = _with_past(m, m.T - 3, 3, Sq=3)
+    return Call(call, {"left_window_size": 5, "right_window_size": 0}, "present")
+
+
+@case()
+def mask_over_past_and_new_keys(m: Maker) -> Call:
+    return Call({**_with_past(m, 12, 3, Sq=3), "attn_mask": m.flags(3, 15)}, {}, "present")
+
+
+@case()
+def present_of_strided_inputs_is_contiguous(m: Maker) -> Call:
+    call = m.qkv(T=3)
+    for name in ("key", "value"):
+        call[name] = m.normal(2, 3, 2, m.D).transpose(1, 2)
+        call[f"past_{name}"] = m.normal(2, 14, 2, m.D).transpose(1, 2)
+    return Call(call, {}, "present")
+
+
+# ---------------------------------------------------------------------------------- score outputs
+
+
+def _scores(mode: int, name: str, **features: object) -> None:
+    @case(name=f"scores_of_mode_{mode}_{name}", flash=False)
+    def make(m: Maker) -> Call:
+        T = m.pick(23, 230)
+        call: dict = m.qkv(B=3, Sq=3, T=T)
+        scalars = {"qk_matmul_output_mode": mode, "softcap": 2.0, "is_causal": True}
+        if "past" in features:
+            call["past_key"], call["past_value"] = m.normal(3, 2, 8, m.D), m.normal(3, 2, 8, m.D)
+        if "lengths" in features:
+            call["nonpad_kv_seqlen"] = m.lengths([0, 2, T - 1])
+        if "nan" in features:
+            call["key"][2, :, T - 1 :] = call["value"][2, :, T - 1 :] = math.nan
+        if "mask" in features:
+            call["attn_mask"] = m.normal(3, 1, 3, T - 2, dtype=torch.float32)
+            call["attn_mask"][1, ..., 1:3] = MASKED
+            call["sinks"] = m.normal(4, dtype=torch.float32)
+        if "bool_mask" in features:
+            call["attn_mask"] = m.flags(3, 4, 3, T)
+            call["attn_mask"][0, 1, 2] = False
+        return Call(call, scalars, "qk")
+
+
+for _mode in range(4):
+    _scores(_mode, "with_past", past=True)
+    _scores(_mode, "with_lengths_and_nan_tail", lengths=True, nan=True)
+    _scores(_mode, "with_lengths_mask_and_sinks", lengths=True, mask=True)
+    _scores(_mode, "with_bool_mask", bool_mask=True)
+
+
+@case(flash=False)
+def raw_scores_stay_raw_under_softcap(m: Maker) -> Call:
+    call = m.qkv(T=12)
+    call["query"] *= 4
+    return Call(call, {"softcap": 1.0}, "qk")
+
+
+# ---------------------------------------------------------------------------------------- strides
+
+
+@case(mea=True)
+def caches_with_heads_inside_positions(m: Maker) -> Call:
+    """[B, T, Hkv, D] caches, seen as [B, Hkv, T, D]."""
+    call = m.qkv()
+    for name in ("key", "value"):
+        call[name] = m.normal(2, m.T, 2, m.D).transpose(1, 2)
+    return Call(call)
+
+
+@case()
+def key_and_value_in_two_layouts(m: Maker) -> Call:
+    """Strides taken from K and used for V would read elsewhere."""
+    call = {**m.qkv(), "nonpad_kv_seqlen": m.lengths([m.T, 5])}
+    call["key"] = m.normal(2, m.T, 2, m.D).transpose(1, 2)
+    return Call(call)
+
+
+@case()
+def key_and_value_interleaved(m: Maker) -> Call:
+    """Both are views of one [B, T, 2, Hkv, D] buffer."""
+    pair = m.normal(2, m.T, 2, 2, m.D)
+    call = m.qkv()
+    call["key"], call["value"] = (pair[:, :, i].transpose(1, 2) for i in (0, 1))
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+@case()
+def key_and_value_halves_of_one_allocation(m: Maker) -> Call:
+    call, pair = m.qkv(), m.normal(2, 2, 2, m.T, m.D)
+    call["key"], call["value"] = pair[0], pair[1]
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+@case()
+def query_sliced_from_a_packed_projection(m: Maker) -> Call:
+    Hq, Hkv = 4, 2
+    packed = m.normal(2, 1, Hq + 2 * Hkv, m.D).transpose(1, 2)
+    return Call({**m.qkv(), "query": packed[:, :Hq]})
+
+
+@case()
+def all_three_sliced_from_a_packed_projection(m: Maker) -> Call:
+    packed = m.normal(2, 7, 8, m.D).transpose(1, 2)
+    query, key, value = packed.split([4, 2, 2], dim=1)
+    return Call({"query": query, "key": key, "value": value}, {"is_causal": True})
+
+
+@case()
+def query_of_several_rows_with_heads_inside(m: Maker) -> Call:
+    call = {**m.qkv(), "query": m.normal(2, 5, 4, m.D).transpose(1, 2)}
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])}, {"is_causal": True})
+
+
+@case()
+def batch_dimension_of_a_token_stream(m: Maker) -> Call:
+    """The batch stride of the query is one token of [tokens, Hq, D]."""
+    query = m.normal(5, 4, m.D)[1:4].unsqueeze(2)
+    call = {**m.qkv(B=3), "query": query, "nonpad_kv_seqlen": m.lengths([m.T, 0, 5])}
+    return Call(call)
+
+
+@case()
+def slice_of_a_larger_cache(m: Maker) -> Call:
+    """Batch, heads and capacity all cut out of a larger allocation."""
+    call = m.qkv()
+    for name in ("key", "value"):
+        call[name] = m.normal(4, 5, m.T + 8, m.D)[1:3, 2:4, 3 : m.T + 3]
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+@case()
+def every_second_position_of_a_cache(m: Maker) -> Call:
+    call = m.qkv()
+    for name in ("key", "value"):
+        call[name] = m.normal(2, 2, 2 * m.T, m.D)[:, :, ::2]
+    return Call(call)
+
+
+@case()
+def head_dimension_cut_from_a_wider_one(m: Maker) -> Call:
+    """MLA-like: V is the first part of K."""
+    wide = m.normal(2, 1, m.T, 2 * m.D)
+    call = m.qkv(Hkv=1, D=2 * m.D, Dv=m.D)
+    call["key"], call["value"] = wide, wide[..., : m.D]
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+@case()
+def heads_expanded_with_stride_zero(m: Maker) -> Call:
+    call = m.qkv()
+    for name in ("key", "value"):
+        call[name] = m.normal(2, 1, m.T, m.D).expand(2, 2, m.T, m.D)
+    return Call(call)
+
+
+@case()
+def batch_expanded_with_stride_zero(m: Maker) -> Call:
+    """A shared prefix: one cache for all sequences."""
+    call = m.qkv(B=3)
+    for name in ("key", "value"):
+        call[name] = m.normal(1, 2, m.T, m.D).expand(3, 2, m.T, m.D)
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 0, 5])})
+
+
+@case()
+def query_expanded_over_heads_and_batch(m: Maker) -> Call:
+    return Call({**m.qkv(), "query": m.normal(1, 1, 1, m.D).expand(2, 4, 1, m.D)})
+
+
+@case()
+def positions_expanded_with_stride_zero(m: Maker) -> Call:
+    call = m.qkv()
+    call["value"] = m.normal(2, 2, 1, m.D).expand(2, 2, m.T, m.D)
+    return Call(call)
+
+
+@case()
+def base_pointers_off_alignment(m: Maker) -> Call:
+    """Each tensor starts one element past a 16-byte boundary."""
+    call = m.qkv()
+    for name, tensor in call.items():
+        moved = m.normal(tensor.numel() + 1)[1:].view(tensor.shape)
+        call[name] = moved
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+@case()
+def strides_off_alignment(m: Maker) -> Call:
+    """Rows of D + 1 elements: no row but the first starts on a 16-byte boundary."""
+    call = m.qkv()
+    for name in ("key", "value"):
+        call[name] = m.normal(2, 2, m.T, m.D + 1)[..., : m.D]
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+@case()
+def odd_strides_of_dimensions_of_size_one(m: Maker) -> Call:
+    call = m.qkv(B=1, Hq=3, Hkv=1)
+    call["query"] = call["query"].as_strided((1, 3, 1, m.D), (7, m.D, 3, 1))
+    for name in ("key", "value"):
+        call[name] = call[name].as_strided((1, 1, m.T, m.D), (5, 1, m.D, 1))
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T - 1])})
+
+
+@case(flash=False)
+def head_dimension_not_dense(m: Maker) -> Call:
+    call = m.qkv(T=m.pick(13, m.T))
+    call["key"] = m.normal(2, 2, m.D, call["key"].shape[2]).transpose(2, 3)
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([5, 0])})
+
+
+@case(flash=False)
+def query_and_value_not_dense(m: Maker) -> Call:
+    call = m.qkv(T=m.pick(13, m.T))
+    call["query"] = m.normal(2, 4, 1, 2 * m.D)[..., ::2]
+    call["value"] = m.normal(2, 2, call["key"].shape[2], 3 * m.D)[..., ::3]
+    return Call(call)
+
+
+# --------------------------------------------------------------------------------- batch invariance
+
+
+def _invariant(name: str, Sq: int, **scalars: object) -> None:
+    @case(name=f"batch_invariant_{name}")
+    def make(m: Maker) -> Call:
+        lengths = m.lengths([m.T, 0, 5])
+        call = {**m.qkv(B=3, Sq=Sq), "nonpad_kv_seqlen": lengths}
+        return Call(call, {"batch_invariant": True, **scalars})
+
+
+_invariant("single_row", 1)
+_invariant("rows_with_window", 3, is_causal=True, left_window_size=6)

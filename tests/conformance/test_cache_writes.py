@@ -1,0 +1,265 @@
+"""`tensor_scatter_` and `kv_scatter_` against the oracle: as operators, and each implementation."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.conformance.calls import Maker, same_bits
+
+MakeMaker = Callable[..., Maker]
+Write = Callable[..., None]
+
+
+def _operator(cache, update, indices, *, axis, write_mode):  # type: ignore[no-untyped-def]
+    torch.ops.attn_tiers.tensor_scatter_(cache, update, indices, axis=axis, write_mode=write_mode)
+
+
+def _reference(cache, update, indices, *, axis, write_mode):  # type: ignore[no-untyped-def]
+    from csrc_free_ops.reference.tensor_scatter import tensor_scatter
+
+    tensor_scatter(cache, update, indices, axis=axis, circular=write_mode == "circular")
+
+
+def _triton(cache, update, indices, *, axis, write_mode):  # type: ignore[no-untyped-def]
+    from csrc_free_ops.cache import tensor_scatter
+
+    tensor_scatter(cache, update, indices, axis=axis, circular=write_mode == "circular")
+
+
+WRITES: dict[str, Write] = {"operator": _operator, "reference": _reference, "triton": _triton}
+
+
+@dataclasses.dataclass(frozen=True)
+class ScatterCase:
+    """One write: shapes of cache and update, indices, and how the tensors lie in memory."""
+
+    cache: tuple[int, ...]
+    update: tuple[int, ...]
+    indices: tuple[int, ...] | None
+    axis: int = -2
+    write_mode: str = "linear"
+    dtype: torch.dtype = torch.float16
+    index_dtype: torch.dtype = torch.int32
+    cache_order: tuple[int, ...] | None = None  # permutation that makes the cache strided
+    update_order: tuple[int, ...] | None = None
+    wide: bool = False  # cut out of a wider allocation, last dimension not dense
+
+
+CACHE, ONE, FEW = (3, 2, 11, 16), (3, 2, 1, 16), (3, 2, 4, 16)
+
+SCATTERS = {
+    "one_position_per_row": ScatterCase(CACHE, ONE, (0, 10, 4)),
+    "no_indices_start_at_zero": ScatterCase(CACHE, FEW, None),
+    "several_positions": ScatterCase(CACHE, FEW, (0, 7, 3)),
+    "int64_indices": ScatterCase(CACHE, FEW, (0, 7, 3), index_dtype=torch.int64),
+    "linear_drops_past_the_end": ScatterCase(CACHE, FEW, (9, 11, 10)),
+    "linear_drops_far_past_the_end": ScatterCase(CACHE, FEW, (2**31 - 1, 2**31 - 3, 12)),
+    "linear_drops_what_int32_would_wrap": ScatterCase(
+        CACHE, FEW, (2**32 + 1, -(2**32) + 1, 2**62), index_dtype=torch.int64
+    ),
+    "negative_index_skips_the_row": ScatterCase(CACHE, ONE, (-1, 4, -7)),
+    "very_negative_index_skips_several_positions": ScatterCase(CACHE, FEW, (-4, -(2**31), 2)),
+    "every_row_skipped": ScatterCase(CACHE, ONE, (-1, -1, -1)),
+    "circular_wraps": ScatterCase(CACHE, FEW, (9, 10, 0), write_mode="circular"),
+    "circular_index_past_the_capacity": ScatterCase(
+        CACHE, FEW, (11, 25, 11 * 9 + 10), write_mode="circular"
+    ),
+    "circular_update_of_the_whole_capacity": ScatterCase(
+        CACHE, CACHE, (0, 5, 10), write_mode="circular"
+    ),
+    "circular_index_in_the_billions": ScatterCase(
+        CACHE, FEW, (2**31 - 1, 2**31 - 2, 5), write_mode="circular"
+    ),
+    "update_of_the_whole_capacity": ScatterCase(CACHE, CACHE, (0, 0, 0)),
+    "rank_three_packed_heads": ScatterCase((2, 9, 24), (2, 2, 24), (3, 8)),
+    "rank_two": ScatterCase((2, 9), (2, 3), (3, 7), axis=1),
+    "rank_five": ScatterCase((2, 2, 3, 7, 8), (2, 2, 3, 2, 8), (3, 6), axis=3),
+    "axis_one": ScatterCase((2, 9, 3, 8), (2, 2, 3, 8), (3, 8), axis=1),
+    "axis_last": ScatterCase((2, 3, 5, 9), (2, 3, 5, 2), (3, 8), axis=-1),
+    "axis_counted_from_the_front": ScatterCase(CACHE, FEW, (1, 2, 9), axis=2),
+    "capacity_of_one": ScatterCase((2, 2, 1, 8), (2, 2, 1, 8), (0, 1)),
+    "circular_capacity_of_one": ScatterCase(
+        (2, 2, 1, 8), (2, 2, 1, 8), (0, 7), write_mode="circular"
+    ),
+    "head_size_no_power_of_two": ScatterCase((2, 2, 7, 40), (2, 2, 2, 40), (1, 6)),
+    "wide_head": ScatterCase((1, 2, 3, 1500), (1, 2, 1, 1500), (1,)),
+    "positions_outside_heads": ScatterCase(
+        CACHE, FEW, (0, 8, 3), cache_order=(0, 2, 1, 3), update_order=(0, 2, 1, 3)
+    ),
+    "update_in_another_layout": ScatterCase(CACHE, FEW, (0, 8, 3), update_order=(0, 2, 1, 3)),
+    "cache_in_no_natural_order": ScatterCase(CACHE, FEW, (0, 8, 3), cache_order=(3, 1, 0, 2)),
+    "rank_five_that_does_not_fold": ScatterCase(
+        (2, 3, 2, 7, 4), (2, 3, 2, 2, 4), (3, 6), axis=3, cache_order=(4, 2, 0, 3, 1)
+    ),
+    "cut_from_a_wider_allocation": ScatterCase(CACHE, FEW, (0, 8, 3), wide=True),
+    "empty_update": ScatterCase(CACHE, (3, 2, 0, 16), (0, 8, 3)),
+    "empty_batch": ScatterCase((0, 2, 11, 16), (0, 2, 1, 16), ()),
+    "no_heads": ScatterCase((3, 0, 11, 16), (3, 0, 1, 16), (0, 1, 2)),
+}
+for _dtype in (
+    torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.uint8, torch.int32,
+    torch.int64, torch.float8_e4m3fn, torch.bool,
+):  # fmt: skip
+    SCATTERS[f"dtype_{str(_dtype).removeprefix('torch.')}"] = ScatterCase(
+        CACHE, FEW, (0, 9, -8), dtype=_dtype
+    )
+
+
+def _fill(m: Maker, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    numbers = m.normal(*shape, dtype=torch.float32) * 20
+    return numbers > 0 if dtype == torch.bool else numbers.abs().to(dtype)
+
+
+def _laid_out(
+    tensor: torch.Tensor, order: tuple[int, ...] | None, wide: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the tensor in the layout asked for, the whole allocation behind it)"""
+    if wide:
+        shape = [2 * n for n in tensor.shape]
+        whole = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        view = whole[tuple(slice(0, 2 * n, 2) for n in tensor.shape)]
+    else:
+        order = order or tuple(range(tensor.dim()))
+        whole = tensor.permute(order).contiguous()
+        view = whole.permute([order.index(i) for i in range(tensor.dim())])
+    view.copy_(tensor)
+    return view, whole
+
+
+@pytest.mark.parametrize("tier", WRITES)
+@pytest.mark.parametrize("name", SCATTERS)
+def test_scatter_agrees_with_the_oracle(name: str, tier: str, maker: MakeMaker) -> None:
+    c, m = SCATTERS[name], maker()
+    cache, whole = _laid_out(_fill(m, c.cache, c.dtype), c.cache_order, c.wide)
+    update, _ = _laid_out(_fill(m, c.update, c.dtype), c.update_order, c.wide)
+    indices = None if c.indices is None else m.integers(c.indices, c.index_dtype)
+    before_update, around = update.clone(), whole.clone()
+    expected = oracle.tensor_scatter(cache, update, indices, axis=c.axis, write_mode=c.write_mode)
+    WRITES[tier](cache, update, indices, axis=c.axis, write_mode=c.write_mode)
+    assert same_bits(cache, expected)
+    assert same_bits(update, before_update)
+    if c.wide:  # what lies between the elements of the view is untouched
+        cut = tuple(slice(0, 2 * n, 2) for n in c.cache)
+        whole[cut], around[cut] = 0, 0
+        assert same_bits(whole, around)
+
+
+@pytest.mark.parametrize("tier", WRITES)
+def test_indices_may_be_a_strided_view(tier: str, maker: MakeMaker) -> None:
+    m = maker()
+    cache, update = m.normal(*CACHE), m.normal(*ONE)
+    indices = m.integers([[4, -9], [0, -9], [10, -9]])[:, 0]
+    expected = oracle.tensor_scatter(cache, update, indices)
+    WRITES[tier](cache, update, indices, axis=-2, write_mode="linear")
+    assert same_bits(cache, expected)
+
+
+@pytest.mark.parametrize("tier", WRITES)
+def test_nan_and_payload_bits_are_copied_exactly(tier: str, maker: MakeMaker) -> None:
+    m = maker()
+    bits = torch.arange(-(2**15), 2**15, 2048, dtype=torch.int16, device=m.device)
+    update = bits.view(torch.float16).reshape(1, 2, 1, 16)
+    cache = m.normal(1, 2, 5, 16, dtype=torch.float16)
+    WRITES[tier](cache, update, m.integers([3]), axis=-2, write_mode="linear")
+    assert same_bits(cache[:, :, 3:4], update)
+
+
+@pytest.mark.parametrize("tier", WRITES)
+def test_writes_one_after_the_other_build_the_cache_of_a_loop(tier: str, maker: MakeMaker) -> None:
+    """The serving pattern: lengths advance by one, a freed slot is skipped by -1."""
+    m = maker()
+    cache = torch.zeros(3, 2, 6, 16, device=m.device)
+    expected = cache.cpu()
+    lengths = m.integers([0, -1, 3])
+    for _ in range(4):
+        step = m.normal(3, 2, 1, 16, dtype=torch.float32)
+        expected = oracle.tensor_scatter(expected, step, lengths)
+        WRITES[tier](cache, step, lengths, axis=-2, write_mode="linear")
+        lengths += (lengths >= 0).to(lengths.dtype)
+    assert same_bits(cache, expected)
+    assert not bool(cache[1].any())
+
+
+def _kv_operator(caches, updates, indices, axis, write_mode):  # type: ignore[no-untyped-def]
+    torch.ops.attn_tiers.kv_scatter_(*caches, *updates, indices, axis=axis, write_mode=write_mode)
+
+
+def _kv_triton(caches, updates, indices, axis, write_mode):  # type: ignore[no-untyped-def]
+    from csrc_free_ops.cache import kv_scatter
+
+    kv_scatter(*caches, *updates, indices, axis=axis, circular=write_mode == "circular")
+
+
+KV_WRITES = {"operator": _kv_operator, "triton": _kv_triton}
+KV_CASES = {
+    "alike": ((2, 2, 9, 16), (2, 2, 9, 16), 1, -2),
+    "two_head_sizes": ((2, 2, 9, 40), (2, 2, 9, 8), 3, -2),
+    "positions_before_heads": ((2, 9, 2, 16), (2, 9, 2, 24), 2, 1),
+    "rank_three": ((2, 9, 32), (2, 9, 48), 2, 1),
+}
+
+
+@pytest.mark.parametrize("tier", KV_WRITES)
+@pytest.mark.parametrize("write_mode", ["linear", "circular"])
+@pytest.mark.parametrize("name", KV_CASES)
+def test_kv_scatter_writes_both_caches(
+    name: str, write_mode: str, tier: str, maker: MakeMaker
+) -> None:
+    m = maker(torch.float16)
+    key_shape, value_shape, length, axis = KV_CASES[name]
+    caches = [m.normal(*shape) for shape in (key_shape, value_shape)]
+    updates = []
+    for shape in (key_shape, value_shape):
+        cut = list(shape)
+        cut[axis] = length
+        updates.append(m.normal(*cut))
+    for values in ([8, 0], [-3, 4] if write_mode == "linear" else [17, 4]):
+        indices = m.integers(values)
+        expected = [
+            oracle.tensor_scatter(c, u, indices, axis=axis, write_mode=write_mode)
+            for c, u in zip(caches, updates, strict=True)
+        ]
+        KV_WRITES[tier](caches, updates, indices, axis, write_mode)
+        assert all(same_bits(c, e) for c, e in zip(caches, expected, strict=True))
+
+
+@pytest.mark.parametrize("tier", KV_WRITES)
+def test_kv_scatter_into_strided_caches_of_two_layouts(tier: str, maker: MakeMaker) -> None:
+    m = maker(torch.float16)
+    caches = [m.normal(2, 7, 3, 16).transpose(1, 2), m.normal(2, 3, 7, 16)]
+    updates = [m.normal(2, 3, 2, 16), m.normal(2, 2, 3, 16).transpose(1, 2)]
+    indices = m.integers([6, 2], torch.int64)
+    expected = [oracle.tensor_scatter(c, u, indices) for c, u in zip(caches, updates, strict=True)]
+    KV_WRITES[tier](caches, updates, indices, -2, "linear")
+    assert all(same_bits(c, e) for c, e in zip(caches, expected, strict=True))
+
+
+@pytest.mark.parametrize("tier", KV_WRITES)
+def test_kv_scatter_into_halves_of_one_allocation(tier: str, maker: MakeMaker) -> None:
+    m = maker(torch.float16)
+    both = m.normal(2, 2, 2, 7, 16)
+    caches, updates = list(both), [m.normal(2, 2, 1, 16), m.normal(2, 2, 1, 16)]
+    indices = m.integers([6, -1])
+    expected = [oracle.tensor_scatter(c, u, indices) for c, u in zip(caches, updates, strict=True)]
+    KV_WRITES[tier](caches, updates, indices, -2, "linear")
+    assert all(same_bits(c, e) for c, e in zip(caches, expected, strict=True))
+
+
+def test_scatter_then_decode_is_attention_over_what_was_written(maker: MakeMaker) -> None:
+    m = maker(torch.float32)
+    call = m.qkv(B=2, T=12)
+    call["key"].fill_(math.nan)
+    call["value"].fill_(math.nan)
+    keys, values = m.normal(2, 2, 5, m.D), m.normal(2, 2, 5, m.D)
+    start = m.integers([0, -5])
+    torch.ops.attn_tiers.kv_scatter_(call["key"], call["value"], keys, values, start)
+    y = torch.ops.attn_tiers.decode(*call.values(), m.lengths([5, 0]))
+    dense = oracle.decode(call["query"], keys, values).y
+    dense[1] = 0
+    torch.testing.assert_close(y.double().cpu(), dense, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,198 @@
+"""Options and accounting shared by all tests: which tier ran, which was skipped, and why.
+
+`--require-tiers flash,unfused`  fails the run when one of them did not run, or was skipped in a
+                                 case that it is meant to take.
+`--results FILE.json`            writes the counts by tier with device, versions, commit and date.
+`--hypothesis-profile=more`      looks longer.
+
+A test about a tier takes the parameter `tier`; the counts come from that parameter.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports triton: kernels are then run by its interpreter, on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import collections
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # test_properties.py skips itself
+    pass
+else:
+    _quiet: dict[str, Any] = {
+        "deadline": None,
+        "print_blob": True,
+        "suppress_health_check": list(HealthCheck),
+    }
+    settings.register_profile("few", max_examples=25, derandomize=True, **_quiet)
+    settings.register_profile("more", max_examples=500, **_quiet)
+    settings.load_profile("few")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("attn_tiers")
+    group.addoption(
+        "--require-tiers",
+        default="",
+        metavar="NAMES",
+        help="comma-separated tiers that must run; a case meant for one of them may not skip it",
+    )
+    group.addoption(
+        "--results",
+        default=None,
+        metavar="FILE.json",
+        help="write passed/failed/skipped by tier, with device, versions, commit and date",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: more than a few seconds on a CPU")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Accounts(config), "attn-tiers-accounts")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and isinstance(callspec.params.get("tier"), str):
+            item.user_properties.append(("tier", callspec.params["tier"]))
+
+
+def required_tiers(config: pytest.Config) -> frozenset[str]:
+    """The tiers named by --require-tiers."""
+    names = config.getoption("--require-tiers").split(",")
+    return frozenset(name.strip() for name in names if name.strip())
+
+
+@pytest.fixture(scope="session")
+def must_run(pytestconfig: pytest.Config) -> frozenset[str]:
+    """The tiers that may not be skipped in a case that is meant for them."""
+    return required_tiers(pytestconfig)
+
+
+@pytest.fixture(autouse=True)
+def _inference_and_seed() -> Iterator[None]:
+    """Every test starts from one seed; the operators are inference-only, grad stays as it is."""
+    torch.manual_seed(0)
+    yield
+
+
+class _Accounts:
+    """Counts outcomes by tier (in the controller under xdist) and reports them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
+        self.total: collections.Counter[str] = collections.Counter()
+        self.reasons: dict[str, collections.Counter[str]] = collections.defaultdict(
+            collections.Counter
+        )
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when != "call" and report.outcome == "passed":
+            return
+        self.total[report.outcome] += 1
+        tier = dict(report.user_properties).get("tier")
+        if tier is None:
+            return
+        self.counts[str(tier)][report.outcome] += 1
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.reasons[str(tier)][report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    def missing(self) -> list[str]:
+        ran = {t for t, c in self.counts.items() if c["passed"] + c["failed"]}
+        return sorted(required_tiers(self.config) - ran)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.missing() and not self.config.option.collectonly and exitstatus in (0, 5):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        path = self.config.getoption("--results")
+        if path and not self.config.option.collectonly:
+            target = pathlib.Path(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(json.dumps(self.results(), indent=2) + "\n")
+
+    def results(self) -> dict[str, Any]:
+        def tally(counter: collections.Counter[str]) -> dict[str, int]:
+            return {outcome: counter[outcome] for outcome in ("passed", "failed", "skipped")}
+
+        return {
+            "what": "tests",
+            "command": " ".join(["pytest", *self.config.invocation_params.args]),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "commit": _commit(),
+            "device": _device(),
+            "versions": _versions(),
+            "required_tiers": sorted(required_tiers(self.config)),
+            "total": tally(self.total),
+            "tiers": {tier: tally(self.counts[tier]) for tier in sorted(self.counts)},
+            "skip_reasons": {
+                tier: dict(sorted(self.reasons[tier].items())) for tier in sorted(self.reasons)
+            },
+        }
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if not self.counts and not required_tiers(self.config):
+            return
+        terminalreporter.section("tiers")
+        for tier in sorted(self.counts):
+            c = self.counts[tier]
+            terminalreporter.write_line(
+                f"{tier:12} passed {c['passed']:5} failed {c['failed']:4} skipped {c['skipped']:5}"
+            )
+            for reason, times in self.reasons[tier].most_common(4):
+                terminalreporter.write_line(f"{'':12} {times} x {reason}")
+        for tier in self.missing():
+            terminalreporter.write_line(f"{tier:12} REQUIRED, BUT DID NOT RUN", red=True)
+
+
+def _commit() -> str:
+    """The commit under test, with '+' for local changes; CI may name it in GIT_COMMIT."""
+    root = pathlib.Path(__file__).parent.parent
+    try:
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changes = subprocess.run(
+            ["git", "status", "--porcelain", "--untracked-files=no"],
+            cwd=root, capture_output=True, text=True, check=True,
+        ).stdout.strip()  # fmt: skip
+        return head + ("+" if changes else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("GIT_COMMIT", "unknown")
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU ({platform.machine()}), Triton interpreter"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for package in ("triton", "nvidia-cudnn-frontend", "flashinfer-python", "torch_attn_tiers"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

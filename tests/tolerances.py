@@ -1,0 +1,83 @@
+"""The one table of tolerances, and the error measure they belong to.
+
+The measure is the relative Frobenius error against the float64 oracle, of the whole output and of
+each row (last dimension), so that one wrong row among many good ones fails. Inputs are standard
+normal. A tolerance follows from the dtype; no test brings its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+OWN = {
+    torch.float64: 1e-12,
+    torch.float32: 5e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 3e-3,
+}
+LIBRARY = {**OWN, torch.bfloat16: 5e-3}
+LIBRARY_TIERS = frozenset({"xqa", "cudnn", "mea", "flashinfer"})
+
+
+def tolerance(dtype: torch.dtype, tier: str | None = None) -> float:
+    """The largest relative error that an output of this dtype may have."""
+    return (LIBRARY if tier in LIBRARY_TIERS else OWN)[dtype]
+
+
+def relative_errors(actual: torch.Tensor, expected: torch.Tensor) -> tuple[float, float, int]:
+    """(error of the whole, error of the worst row, index of that row).
+
+    A row that should be zero has error 0 if it is exactly zero and inf otherwise; NaN counts as
+    inf, so that it never passes a comparison.
+    """
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    if actual.numel() == 0:
+        return 0.0, 0.0, 0
+    actual = actual.reshape(-1, actual.shape[-1])
+    expected = expected.reshape(-1, expected.shape[-1])
+
+    def relative(error: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+        ratio = torch.where(error == 0, torch.zeros_like(error), error / size)
+        return torch.nan_to_num(ratio, nan=float("inf"), posinf=float("inf"))
+
+    difference = actual - expected
+    rows = relative(difference.norm(dim=-1), expected.norm(dim=-1))
+    whole = relative(difference.norm(), expected.norm())
+    worst = int(rows.argmax())
+    return float(whole), float(rows[worst]), worst
+
+
+def assert_close(
+    actual: torch.Tensor,
+    expected: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    tier: str | None = None,
+    what: str = "Y",
+) -> None:
+    """Fails unless shape agrees and the errors of the whole and of each row are in tolerance.
+
+    Values that are not finite in `expected` (a score of -inf, a product with a NaN key) must be
+    the same in `actual`; the rest is measured.
+    """
+    assert tuple(actual.shape) == tuple(expected.shape), (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
+    limit = tolerance(dtype or actual.dtype, tier)
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    # A float64 score below the range of the output's dtype is -inf there, rightly.
+    rounded = expected.to(actual.dtype)
+    finite = torch.isfinite(rounded)
+    if not bool(finite.all()):
+        odd_actual, odd_expected = actual[~finite], rounded[~finite]
+        same = (odd_actual == odd_expected) | (odd_actual.isnan() & odd_expected.isnan())
+        assert bool(same.all()), (
+            f"{what}: {int((~same).sum())} of {same.numel()} non-finite values differ"
+        )
+        actual = torch.where(finite, actual, torch.zeros_like(actual))
+        expected = torch.where(finite, expected, torch.zeros_like(expected))
+    whole, row, index = relative_errors(actual, expected)
+    assert whole <= limit and row <= limit, (
+        f"{what}: relative error {whole:.3g} of the whole, {row:.3g} of row {index}, "
+        f"tolerance {limit:.3g} ({actual.dtype}, tier {tier})"
+    )
