@@ -1,0 +1,287 @@
+"""`bench decode`: one decode step of `attn_tiers::decode` beside the public kernels.
+
+Every side of a case runs over the same inputs, in turns, as a captured graph that rotates over
+enough caches to leave the L2. The JSON of `--out` holds every repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import pathlib
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torch_attn_tiers.cli import environment
+from torch_attn_tiers.cli.bench import peers as peer_module
+from torch_attn_tiers.cli.bench.cases import CASES, QUICK_CASES, Case, Inputs, relative_error
+from torch_attn_tiers.cli.bench.clock import Clock, Recording, clock_for
+from torch_attn_tiers.cli.bench.report import judge_case, print_report, summarize
+from torch_attn_tiers.cli.bench.sides import Side, our_side
+
+_REPEATS = 5
+_QUICK_REPEATS = 3
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser("decode", help="one decode step", description=__doc__)
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const="all",
+        default="",
+        metavar="NAMES",
+        help=f"measure others too: all, or some of {', '.join(peer_module.PEERS)}",
+    )
+    parser.add_argument("--cases", default=None, metavar="NAMES", help=", ".join(CASES))
+    parser.add_argument(
+        "--tiers",
+        default="auto",
+        metavar="NAMES",
+        help="our sides: auto is the package's own choice, a tier's name forces it;"
+        " the first one is compared with the peers",
+    )
+    parser.add_argument(
+        "--layout",
+        choices=("hnd", "nhd"),
+        default="hnd",
+        help="our caches: [B,Hkv,T,D], or views of [B,T,Hkv,D]",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=None, help=f"of every side, in turns; default {_REPEATS}"
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"for tuning: {', '.join(QUICK_CASES)}, {_QUICK_REPEATS} repeats, no host times",
+    )
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", default=None, metavar="FILE", help="write the results as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints the tables, writes the JSON; 1 if a side of ours failed or was wrong."""
+    device = environment.parse_device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    cases = [CASES[name] for name in _names(args.cases, CASES, "--cases", _default_cases(args))]
+    peers = _names(args.peers or None, peer_module.PEERS, "--peers", ())
+    repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
+    result = bench(
+        cases,
+        clock_for(device),
+        device,
+        peers=peers,
+        tiers=args.tiers.split(","),
+        layout=args.layout,
+        repeats=repeats,
+        host_times=not args.quick,
+        out=args.out,
+    )
+    print_report(result)
+    ours = [side for case in result["cases"] for side in case["sides"] if side["peer"] is None]
+    return 0 if all(side["right"] for side in ours) else 1
+
+
+def _default_cases(args: argparse.Namespace) -> Sequence[str]:
+    return QUICK_CASES if args.quick else tuple(CASES)
+
+
+def _names(
+    text: str | None, known: dict[str, Any], option: str, default: Sequence[str]
+) -> list[str]:
+    """The names in a comma-separated option; "all" is every known one."""
+    if text is None:
+        return list(default)
+    if text == "all":
+        return list(known)
+    names = text.split(",")
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"{option}: {name!r} is none of {', '.join(known)}")
+    return names
+
+
+def bench(
+    cases: Sequence[Case],
+    clock: Clock,
+    device: torch.device,
+    *,
+    peers: Sequence[str] = (),
+    tiers: Sequence[str] = ("auto",),
+    layout: str = "hnd",
+    repeats: int = _REPEATS,
+    host_times: bool = True,
+    out: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
+    """Runs the cases and returns what `--out` writes."""
+    started = time.perf_counter()
+    result: dict[str, Any] = {
+        "what": "bench decode",
+        "command": "python -m torch_attn_tiers " + shlex.join(sys.argv[1:]),
+        "date": environment.now(),
+        "commit": environment.commit(),
+        "device": environment.device_report(device),
+        "versions": environment.versions(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "clock": clock.name,
+        "repeats": repeats,
+        "peers": list(peers),
+        "complete": False,
+        "cases": [],
+    }
+    with torch.no_grad():
+        if peers:
+            _say("compiling the peers that need it")
+            chosen = [peer_module.PEERS[name] for name in peers]
+            peer_module.compile_ahead(chosen, cases, dtype, device)
+            result["compile_s"] = round(time.perf_counter() - started, 1)
+        rate = clock.copy_rate()
+        result["copy_tb_per_s"] = round(rate / 1e12, 4)
+        for case in cases:
+            since = time.perf_counter()
+            row = _run_case(case, clock, device, peers, tiers, layout, repeats, host_times, dtype)
+            row["seconds"] = round(time.perf_counter() - since, 1)
+            judge_case(row, rate)
+            result["cases"].append(row)
+            _say(_one_line(row))
+            _write(result, out)
+            _free(device)
+    result["summary"] = summarize(result["cases"])
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    result["complete"] = True
+    _write(result, out)
+    return result
+
+
+def _run_case(
+    case: Case,
+    clock: Clock,
+    device: torch.device,
+    peers: Sequence[str],
+    tiers: Sequence[str],
+    layout: str,
+    repeats: int,
+    host_times: bool,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Builds, records, times in turns and checks every side of one case."""
+    inputs = Inputs(case, dtype, device, clock.l2_bytes)
+    rows: list[dict[str, Any]] = []
+    gaps: dict[str, str] = {}
+    recorded: list[tuple[Side, Recording, dict[str, Any]]] = []
+
+    def add(side: Side) -> None:
+        row = {"side": side.name, "peer": side.peer, "us": [], "right": False, **side.notes}
+        try:
+            recording = clock.record(side.calls, side.context)
+        except Exception as error:
+            row["failure"] = _in_words(error)
+        else:
+            recorded.append((side, recording, row))
+        rows.append(row)
+
+    for tier in tiers:
+        try:
+            add(our_side(inputs, tier, layout))
+        except Exception as error:
+            name = "ours" if tier == "auto" else f"ours:{tier}"
+            rows.append(
+                {"side": name, "peer": None, "us": [], "right": False, "failure": _in_words(error)}
+            )
+    for name in peers:
+        peer = peer_module.PEERS[name]
+        if name not in peer_module.listed(case):
+            continue
+        gap = peer.gap()
+        if gap is not None:
+            gaps[name] = gap
+            continue
+        try:
+            for side in peer.build(inputs):
+                add(side)
+        except Exception as error:
+            gaps[name] = _in_words(error)
+
+    for _ in range(repeats):
+        for _side, recording, row in recorded:
+            row["us"].append(round(recording.measure(), 3))
+    for side, recording, row in recorded:
+        _check(side, recording, row, inputs)
+        if host_times and row["right"]:
+            with contextlib.suppress(Exception):
+                row["host_us"] = round(clock.host_us(side.calls[0], side.context), 1)
+        row["calls"] = recording.calls
+    return {
+        "case": case.name,
+        "batch": case.batch,
+        "q_heads": case.q_heads,
+        "kv_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "capacity": case.capacity,
+        "lengths": case.lengths,
+        "valid_bytes": inputs.valid_bytes,
+        "moved_bytes": inputs.moved_bytes,
+        "sets": inputs.sets,
+        "listed_peers": peer_module.listed(case),
+        "gaps": gaps,
+        "sides": rows,
+    }
+
+
+def _check(side: Side, recording: Recording, row: dict[str, Any], inputs: Inputs) -> None:
+    """Runs what was timed once more over a poisoned output and compares it with float32."""
+    try:
+        recording.output.fill_(float("nan"))
+        recording.run()
+        error = relative_error(side.to_bhsd(recording.output), inputs.reference)
+    except Exception as failure:
+        row["failure"] = _in_words(failure)
+        return
+    row["right"] = error <= side.tolerance
+    if error == error:
+        row["error"] = round(error, 6)
+    if not row["right"]:
+        row["failure"] = f"wrong: relative error {error:.2g}, at most {side.tolerance} is right"
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".strip()[:400]
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def _write(result: dict[str, Any], out: str | None) -> None:
+    """Writes after every case, so that an interrupted run leaves what it has."""
+    if out is not None:
+        path = pathlib.Path(out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def _one_line(row: dict[str, Any]) -> str:
+    medians = [
+        f"{side['side']} {statistics.median(side['us']):.1f}" + ("" if side["right"] else " WRONG")
+        for side in row["sides"]
+        if side["us"]
+    ]
+    return f"{row['case']} ({row['seconds']} s): " + ", ".join(medians)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

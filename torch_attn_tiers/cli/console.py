@@ -1,0 +1,14 @@
+"""One rich console for all commands."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+# What is not a terminal (a log, a pipe) has no width of its own; rich would fold tables at 80.
+_LOG_WIDTH = 170
+
+
+def console() -> Console:
+    """A console on the current standard output; brackets in cells are text, not markup."""
+    width = None if Console().is_terminal else _LOG_WIDTH
+    return Console(width=width, markup=False, emoji=False, highlight=False)

@@ -1,0 +1,128 @@
+"""Facts about this machine that go into reports: versions, devices, the commit."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import pathlib
+import platform
+import shutil
+import subprocess
+from typing import Any
+
+import torch
+
+# Distribution name -> what it is for. Only torch is required everywhere.
+PACKAGES = {
+    "torch": "the framework",
+    "triton": "tier flash, cache writes",
+    "nvidia-cudnn-frontend": "cuDNN's graph API",
+    "flashinfer-python": "FlashInfer and XQA kernels",
+    "fa3-fwd": "FlashAttention-3, a peer in the bench",
+}
+
+
+def version(package: str) -> str | None:
+    """The installed version of a distribution, or None. Imports nothing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of this package, Python, the libraries and the driver; None where absent."""
+    found: dict[str, str | None] = {
+        "torch_attn_tiers": version("torch-attn-tiers") or _package_version(),
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+        "cuda": torch.version.cuda,
+        "cudnn": None,
+        "driver": _driver(),
+    }
+    found["torch"] = str(torch.__version__)
+    if torch.backends.cudnn.is_available():
+        found["cudnn"] = _cudnn(torch.backends.cudnn.version())
+    return found
+
+
+def _package_version() -> str | None:
+    import torch_attn_tiers
+
+    return getattr(torch_attn_tiers, "__version__", None)
+
+
+def _cudnn(number: int | None) -> str | None:
+    if number is None:
+        return None
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}"  # 91900 -> 9.19.0
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version by nvidia-smi; None without one."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.split("\n")[0].strip() or None
+
+
+def commit() -> str:
+    """The commit of this checkout, '+' added when files differ; else $GIT_COMMIT or 'unknown'."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    try:
+        head = _git(root, "rev-parse", "HEAD")
+        changes = _git(root, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return os.environ.get("GIT_COMMIT", "unknown")
+    return head + ("+" if changes else "")
+
+
+def _git(root: pathlib.Path, *args: str) -> str:
+    done = subprocess.run(
+        ["git", *args], cwd=root, capture_output=True, text=True, timeout=20, check=True
+    )
+    return done.stdout.strip()
+
+
+def default_device() -> torch.device:
+    """The current CUDA (or ROCm) device if there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def parse_device(text: str | None) -> torch.device:
+    """A device with an index from `--device`; None is the default device."""
+    if text is None:
+        return default_device()
+    device = torch.device(text)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"--device {text}: PyTorch sees no CUDA device here")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def device_report(device: torch.device) -> dict[str, Any]:
+    """Name and sizes of a device, for JSON."""
+    if device.type != "cuda":
+        return {"type": device.type, "name": platform.processor() or platform.machine()}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "type": "cuda",
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
+    }
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
