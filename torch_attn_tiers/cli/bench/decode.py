@@ -137,6 +137,7 @@ def bench(
         "clock": clock.name,
         "repeats": repeats,
         "peers": list(peers),
+        "peer_labels": {peer.name: peer.label for peer in peer_module.PEERS.values()},
         "complete": False,
         "cases": [],
     }

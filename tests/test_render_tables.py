@@ -1,0 +1,152 @@
+"""benchmarks/render_tables.py: the pages say what the result files say, and --check proves it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pathlib
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "render_tables.py"
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("render_tables", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def root(tmp_path: pathlib.Path) -> pathlib.Path:
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "guide").mkdir(parents=True)
+    (tmp_path / "README.md").write_text(
+        "before\n<!-- table:gpu_tests_h200 -->\nstale\n<!-- /table:gpu_tests_h200 -->\nafter\n"
+    )
+    return tmp_path
+
+
+def counts_result() -> dict[str, Any]:
+    tally = {"passed": 7, "failed": 0, "skipped": 2}
+    return {
+        "command": "pytest tests/gpu",
+        "date": "2026-01-02T03:04:05+00:00",
+        "commit": "0123456789abcdef",
+        "device": "Some GPU",
+        "versions": {"torch": "2.11.0", "triton": None},
+        "total": tally,
+        "tiers": {"flash": tally},
+    }
+
+
+def decode_result() -> dict[str, Any]:
+    sides = [
+        {"side": "ours", "peer": None, "us": [4.0, 4.2], "median_us": 4.1, "right": True},
+        {"side": "a:x", "peer": "a", "us": [6.0, 6.2], "median_us": 6.1, "right": True},
+        {"side": "a:y", "peer": "a", "us": [5.0, 5.2], "median_us": 5.1, "right": True},
+        {"side": "b", "peer": "b", "us": [1.0, 1.0], "median_us": 1.0, "right": False},
+    ]
+    row = {
+        "case": "one", "batch": 1, "q_heads": 8, "kv_heads": 1, "head_dim": 64, "capacity": 128,
+        "valid_bytes": 32768, "floor_us": 0.01, "our_us": 4.1, "our_tier": "flash",
+        "floor_ratio": 410.0, "best_peer": "a", "best_peer_us": 5.1, "ratio": None, "faster": None,
+        "gaps": {"b": "wrong | result"}, "sides": sides,
+    }  # fmt: skip
+    summary = {"rows": 1, "rows_with_ratio": 0, "geometric_mean": None, "faster_rows": 0}
+    return {
+        "command": "python -m torch_attn_tiers bench decode --peers",
+        "date": "2026-01-02T03:04:05+00:00",
+        "commit": "0123456789abcdef",
+        "device": {"name": "Some GPU"},
+        "versions": {"torch": "2.11.0"},
+        "peer_labels": {"a": "Peer A", "b": "Peer B", "c": "Peer C"},
+        "peers": ["a", "b"],
+        "repeats": 2,
+        "copy_tb_per_s": 4.2,
+        "cases": [row],
+        "summary": summary,
+    }
+
+
+def write(root: pathlib.Path, name: str, result: dict[str, Any]) -> None:
+    (root / "benchmarks" / "results" / f"{name}.json").write_text(json.dumps(result))
+
+
+def test_missing_result_says_so(tables: ModuleType, root: pathlib.Path) -> None:
+    assert tables.main(["--check"], root) == 1
+    assert tables.main([], root) == 0
+    page = (root / "README.md").read_text()
+    assert "not measured yet" in page and "stale" not in page
+    assert page.startswith("before\n") and page.endswith("\nafter\n")
+    assert tables.main(["--check"], root) == 0
+
+
+def test_check_fails_when_a_result_changes(
+    tables: ModuleType, root: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = counts_result()
+    write(root, "gpu_tests_h200", result)
+    tables.main([], root)
+    assert tables.main(["--check"], root) == 0
+    result["tiers"]["flash"] = {"passed": 6, "failed": 1, "skipped": 2}
+    write(root, "gpu_tests_h200", result)
+    capsys.readouterr()
+    assert tables.main(["--check"], root) == 1
+    assert "README.md: differs" in capsys.readouterr().err
+    assert "| flash | 7 | 0 | 2 |" in (root / "README.md").read_text()
+
+
+def test_counts_and_provenance(tables: ModuleType, root: pathlib.Path) -> None:
+    write(root, "gpu_tests_h200", counts_result())
+    tables.main([], root)
+    page = (root / "README.md").read_text()
+    assert "| all tests | 7 | 0 | 2 |" in page
+    assert "Some GPU; torch 2.11.0; commit `0123456789ab`; 2026-01-02." in page
+    assert "`pytest tests/gpu`" in page
+
+
+def test_decode_row_takes_each_peers_best_right_side(tables: ModuleType) -> None:
+    text = tables.decode_table(decode_result())
+    header, _, row = text.splitlines()[:3]
+    assert "Peer A" in header and "Peer B" not in header and "Peer C" not in header
+    assert "**5.1**" in row and "6.1" not in row
+    assert row.endswith("| - | - |")
+    assert "Gaps: Peer B: wrong" in text
+
+
+def test_docs_pages_are_written_and_builds_are_not(tables: ModuleType, root: pathlib.Path) -> None:
+    region = "<!-- table:decode_h200 -->\n<!-- /table:decode_h200 -->\n"
+    (root / "docs" / "guide" / "speed.md").write_text(region)
+    (root / "docs" / "_build").mkdir()
+    (root / "docs" / "_build" / "copy.md").write_text(region)
+    write(root, "decode_h200", decode_result())
+    tables.main([], root)
+    assert "| `one` |" in (root / "docs" / "guide" / "speed.md").read_text()
+    assert (root / "docs" / "_build" / "copy.md").read_text() == region
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<!-- table:no_such_table -->\n<!-- /table:no_such_table -->\n",
+        "<!-- table:decode_h200 -->\nnever closed\n",
+        "<!-- table:decode_h200 -->\n<!-- /table:boundary_cpu -->\n",
+    ],
+)
+def test_bad_region_fails(tables: ModuleType, root: pathlib.Path, text: str) -> None:
+    (root / "README.md").write_text(text)
+    assert tables.main([], root) == 1
+    assert (root / "README.md").read_text() == text
+
+
+def test_pages_of_this_project_render(tables: ModuleType) -> None:
+    for page in tables.pages(tables.ROOT):
+        tables.render(page.read_text(encoding="utf-8"), tables.ROOT / "benchmarks" / "results")
