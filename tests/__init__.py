@@ -1,1 +1,1 @@
-"""Tests; `tests/gpu` runs on a GPU only, `tests/conformance` holds the cases that every tier takes."""
+"""Tests; `tests/gpu` needs a GPU, `tests/conformance` holds the cases of every tier."""

@@ -194,7 +194,7 @@ def tensor_scatter(
             position = start + s
             if write_mode == "circular":
                 position %= capacity
-            elif not 0 <= position < capacity:
-                continue
+            elif start < 0 or position >= capacity:
+                continue  # outside; a negative index skips its row, whatever the update's length
             cache[b].select(axis - 1, position).copy_(update[b].select(axis - 1, s))
     return cache

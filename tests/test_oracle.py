@@ -112,7 +112,7 @@ def test_score_modes() -> None:
 def test_scatter_drops_outside_and_wraps_in_a_circle() -> None:
     cache, update = torch.zeros(3, 4, 1), torch.tensor([1.0, 2.0]).reshape(1, 2, 1).expand(3, 2, 1)
     linear = oracle.tensor_scatter(cache, update, torch.tensor([3, -1, 1]))
-    assert linear[..., 0].tolist() == [[0, 0, 0, 1], [2, 0, 0, 0], [0, 1, 2, 0]]
+    assert linear[..., 0].tolist() == [[0, 0, 0, 1], [0, 0, 0, 0], [0, 1, 2, 0]]
     circular = oracle.tensor_scatter(cache, update, torch.tensor([3, 5, 1]), write_mode="circular")
     assert circular[..., 0].tolist() == [[2, 0, 0, 1], [0, 1, 2, 0], [0, 1, 2, 0]]
 

@@ -1,0 +1,67 @@
+"""Runs every kernel variant once at small sizes; made to be run under compute-sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \
+        python -m tests.gpu.memcheck_pass [flash f16,bf16,f32]
+
+Without the caching allocator each tensor is an allocation of its own, so that a read one element
+past a cache is seen. Results are compared with the oracle as well.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tests import oracle
+from tests.conformance.calls import Maker, same_bits
+from tests.conformance.cases import CASES
+from tests.conformance.test_cache_writes import SCATTERS, _fill, _laid_out
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+
+
+def decode_pass(tier: str, dtype: torch.dtype) -> tuple[int, int]:
+    """(cases run, cases that the tier does not take)"""
+    ran = passed_over = 0
+    for case in CASES:
+        if not case.everywhere:
+            continue
+        call = case.make(Maker(dtype, "cuda"))
+        if call.reasons_against(tier):
+            passed_over += 1
+            continue
+        call.check(tier)
+        torch.cuda.synchronize()
+        ran += 1
+    return ran, passed_over
+
+
+def scatter_pass() -> int:
+    """Cases run, through the operators."""
+    for c in SCATTERS.values():
+        m = Maker(torch.float16, "cuda")
+        cache, _ = _laid_out(_fill(m, c.cache, c.dtype), c.cache_order, c.wide)
+        update, _ = _laid_out(_fill(m, c.update, c.dtype), c.update_order, c.wide)
+        indices = None if c.indices is None else m.integers(c.indices, c.index_dtype)
+        mode = c.write_mode
+        expected = oracle.tensor_scatter(cache, update, indices, axis=c.axis, write_mode=mode)
+        torch.ops.attn_tiers.tensor_scatter_(cache, update, indices, axis=c.axis, write_mode=mode)
+        assert same_bits(cache, expected)
+        torch.ops.attn_tiers.kv_scatter_(
+            cache, cache.clone(), update, update, indices, axis=c.axis, write_mode=mode
+        )
+        torch.cuda.synchronize()
+    return len(SCATTERS)
+
+
+def main(tier: str = "flash", dtypes: str = "f16,bf16,f32") -> None:
+    for name in dtypes.split(","):
+        ran, passed_over = decode_pass(tier, DTYPES[name])
+        print(f"decode {tier} {name}: {ran} cases, {passed_over} not for this tier", flush=True)
+        assert ran
+    print(f"scatter: {scatter_pass()} cases", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

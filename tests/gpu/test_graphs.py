@@ -1,0 +1,346 @@
+"""Captured CUDA graphs: values that change between replays, cold captures, graphs side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torch_attn_tiers
+from tests import oracle
+from tests.conformance.calls import Call, Maker, require, same_bits
+from tests.conformance.tiers import DECODE_TIERS
+from tests.tolerances import assert_close
+
+MakeMaker = Callable[..., Maker]
+every_tier = pytest.mark.parametrize("tier", DECODE_TIERS)
+
+
+@pytest.fixture(autouse=True)
+def _release() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    torch_attn_tiers.release_captured_plans()
+
+
+def _capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """(graph, what the call returned while it was captured)"""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+def _served(m: Maker, tier: str, rows: int = 1, **scalars: Any) -> Call:
+    """A decode step over four slots, made ready for a capture."""
+    tensors = {**m.qkv(B=4, Hq=8, Hkv=2, Sq=rows), "nonpad_kv_seqlen": m.lengths([1] * 4)}
+    call = Call(tensors, {"is_causal": rows > 1, "tier": tier, **scalars})
+    require(call, tier)
+    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars)
+    return call
+
+
+@every_tier
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_replays_follow_lengths_that_grow_shrink_and_vanish(
+    tier: str, rows: int, batch_invariant: bool, maker: MakeMaker
+) -> None:
+    m = maker()
+    T = m.T
+    call = _served(m, tier, rows, batch_invariant=batch_invariant)
+    graph, y = _capture(call.run)
+    lengths = call.tensors["nonpad_kv_seqlen"]
+    assert lengths is not None
+    for values in (
+        [T, 1, 600, rows],
+        [3, 700, 0, T],
+        [0, 0, 0, 0],
+        [T + 9, -5, 64, 65],
+        [T, T, T, T],
+        [1, 2, 3, 4],
+    ):
+        lengths.copy_(m.lengths(values))
+        y.fill_(math.nan)
+        graph.replay()
+        assert_close(y, call.expected().y, tier=tier)
+
+
+@every_tier
+def test_replays_see_new_contents_of_query_cache_mask_and_sinks(
+    tier: str, maker: MakeMaker
+) -> None:
+    m = maker()
+    tensors = {**m.qkv(), "attn_mask": m.normal(2, 1, 1, m.T), "sinks": m.normal(4)}
+    call = Call(tensors, {"tier": tier})
+    if call.reasons_against(tier):
+        del tensors["sinks"]
+    require(call, tier)
+    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars)
+    graph, y = _capture(call.run)
+    for _ in range(3):
+        for tensor in tensors.values():
+            tensor.copy_(m.normal(*tensor.shape))
+        graph.replay()
+        assert_close(y, call.expected().y, tier=tier)
+
+
+@every_tier
+def test_an_eager_call_makes_a_capture_warm(tier: str, maker: MakeMaker) -> None:
+    m = maker()
+    call = Call({**m.qkv(D=80), "nonpad_kv_seqlen": m.lengths([m.T, 3])}, {"tier": tier})
+    require(call, tier)
+    call.run()
+    graph, y = _capture(call.run)
+    graph.replay()
+    assert_close(y, call.expected().y, tier=tier)
+
+
+def test_cold_capture_is_an_error_that_names_prepare(maker: MakeMaker) -> None:
+    m = maker()
+    call = Call({**m.qkv(D=56, Dv=104), "nonpad_kv_seqlen": m.lengths([m.T, 3])})
+    with pytest.raises(torch_attn_tiers.ColdCaptureError, match=r"prepare\("):
+        _capture(call.run)
+    torch.cuda.synchronize()  # the failed capture left the device usable
+    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars)
+    with torch_attn_tiers.record_dispatch() as records:
+        graph, y = _capture(call.run)
+    assert [(r.tier, r.cold) for r in records] == [("flash", False)]
+    graph.replay()
+    assert_close(y, call.expected().y)
+
+
+def test_cold_capture_is_an_error_for_a_forced_tier(maker: MakeMaker) -> None:
+    m = maker()
+    tensors = {**m.qkv(D=56, Dv=88), "nonpad_kv_seqlen": m.lengths([m.T, 3])}
+    with pytest.raises((torch_attn_tiers.ColdCaptureError, ValueError), match="prepare"):
+        _capture(Call(tensors, {"tier": "flash"}).run)
+    graph, y = _capture(Call(tensors, {"tier": "unfused"}).run)  # asked for, and needs no build
+    graph.replay()
+    assert_close(y, Call(tensors).expected().y)
+
+
+def test_a_problem_that_no_kernel_takes_is_captured_without_one(maker: MakeMaker) -> None:
+    """`unfused` does not stand in for a cold kernel, but here there is none that could run."""
+    m = maker(torch.float64)
+    call = Call({**m.qkv(), "nonpad_kv_seqlen": m.lengths([m.T, 3])})
+    graph, y = _capture(call.run)
+    graph.replay()
+    assert_close(y, call.expected().y)
+
+
+def test_prepare_takes_meta_tensors(maker: MakeMaker) -> None:
+    m = maker()
+    call = Call({**m.qkv(D=88), "nonpad_kv_seqlen": m.lengths([m.T, 3])})
+    meta = [None if t is None else t.to("meta") for t in call.args()]
+    torch_attn_tiers.prepare(call.op(), *meta, device="cuda")
+    graph, y = _capture(call.run)
+    graph.replay()
+    assert_close(y, call.expected().y)
+
+
+@every_tier
+def test_plan_of_a_captured_graph_outlives_many_other_plans(tier: str, maker: MakeMaker) -> None:
+    m = maker()
+    call = _served(m, tier)
+    call.tensors["nonpad_kv_seqlen"].copy_(m.lengths([m.T, 5, 0, 9]))  # type: ignore[union-attr]
+    graph, y = _capture(call.run)
+    graph.replay()
+    expected = y.clone()
+    for T in range(16, 16 + 3000):
+        small = torch.empty(1, 1, T, 16, dtype=torch.float16, device="cuda")
+        torch.ops.attn_tiers.decode(small[:, :, :1], small, small)
+    y.fill_(math.nan)
+    graph.replay()
+    assert same_bits(y, expected)
+
+
+def test_captured_plans_are_counted_and_released(maker: MakeMaker) -> None:
+    call = _served(maker(), "flash")
+    text = str(torch_attn_tiers.explain(call.op(), *call.args(), **call.scalars))
+    graph, _ = _capture(call.run)
+    with_graph = str(torch_attn_tiers.explain(call.op(), *call.args(), **call.scalars))
+    assert text != with_graph, "explain counts the pinned plan"
+    del graph
+    torch_attn_tiers.release_captured_plans()
+    assert str(torch_attn_tiers.explain(call.op(), *call.args(), **call.scalars)) == text
+
+
+# ------------------------------------------------------------------------------- side by side
+
+
+def _long(m: Maker) -> Call:
+    """A call that takes many splits, so that two of them overlap in time."""
+    T = 16384
+    tensors = {**m.qkv(B=2, Hq=8, Hkv=2, T=T), "nonpad_kv_seqlen": m.lengths([T, T - 77])}
+    call = Call(tensors, {"tier": "flash"})
+    require(call, "flash")
+    return call
+
+
+def test_two_streams_do_not_share_scratch(maker: MakeMaker) -> None:
+    calls = [_long(maker(seed=seed)) for seed in (1, 2)]
+    expected = [call.run() for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    results: list[list[torch.Tensor]] = [[], []]
+    for _ in range(50):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[i].append(calls[i].run())
+    torch.cuda.synchronize()
+    for got, wanted in zip(results, expected, strict=True):
+        assert all(same_bits(y, wanted) for y in got)
+
+
+def test_two_graphs_replayed_at_once_with_eager_calls_between(maker: MakeMaker) -> None:
+    calls = [_long(maker(seed=seed)) for seed in (1, 2, 3)]
+    expected = [call.run() for call in calls]
+    torch.cuda.synchronize()
+    graphs = [_capture(call.run) for call in calls[:2]]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for _ in range(50):
+        for (graph, _), stream in zip(graphs, streams, strict=False):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        with torch.cuda.stream(streams[2]):
+            eager = calls[2].run()
+    torch.cuda.synchronize()
+    assert same_bits(graphs[0][1], expected[0])
+    assert same_bits(graphs[1][1], expected[1])
+    assert same_bits(eager, expected[2])
+
+
+def test_one_graph_with_two_calls_on_forked_streams(maker: MakeMaker) -> None:
+    """Inside one capture two branches run at once: they may not share counters."""
+    calls = [_long(maker(seed=seed)) for seed in (1, 2)]
+    expected = [call.run() for call in calls]
+    side = torch.cuda.Stream()
+
+    def both() -> list[torch.Tensor]:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            second = calls[1].run()
+        first = calls[0].run()
+        torch.cuda.current_stream().wait_stream(side)
+        return [first, second]
+
+    graph, results = _capture(both)
+    for _ in range(20):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(same_bits(y, e) for y, e in zip(results, expected, strict=True))
+
+
+def test_a_graph_replays_after_larger_eager_calls_on_its_stream(maker: MakeMaker) -> None:
+    """Scratch that grows may not free what the graph uses."""
+    small, large = _served(maker(), "flash"), _long(maker(seed=1))
+    small.tensors["nonpad_kv_seqlen"].fill_(500)  # type: ignore[union-attr]
+    expected = small.run()
+    graph, y = _capture(small.run)
+    large.run()
+    tensors = maker(seed=2).qkv(B=64, Hq=32, Hkv=8, T=2000)
+    Call(tensors, {"tier": "flash"}).run()
+    junk = [torch.full((1 << 20,), math.nan, device="cuda") for _ in range(32)]
+    y.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    del junk
+    assert same_bits(y, expected)
+
+
+# ------------------------------------------------------------------------------------ host reads
+
+
+@every_tier
+def test_a_call_reads_nothing_from_the_device(
+    tier: str, maker: MakeMaker, request: pytest.FixtureRequest
+) -> None:
+    m = maker()
+    full = Call(
+        {
+            **m.qkv(Sq=2),
+            "nonpad_kv_seqlen": m.lengths([m.T, 3]),
+            "attn_mask": m.flags(2, 1, 2, m.T),
+            "sinks": m.normal(4),
+        },
+        {"is_causal": True, "left_window_size": 99, "softcap": 3.0, "tier": tier},
+    )
+    call = full if not full.reasons_against(tier) else Call(m.qkv(), {"tier": tier})
+    require(call, tier)
+    call.run()
+    request.getfixturevalue("no_host_sync")
+    call.run()
+
+
+def test_scatters_read_nothing_from_the_device(
+    maker: MakeMaker, request: pytest.FixtureRequest
+) -> None:
+    m = maker()
+    caches = [m.normal(2, 2, 9, 16) for _ in range(2)]
+    updates = [m.normal(2, 2, 2, 16) for _ in range(2)]
+    indices = m.integers([8, -1])
+
+    def write() -> None:
+        for mode in ("linear", "circular"):
+            torch.ops.attn_tiers.kv_scatter_(*caches, *updates, indices, write_mode=mode)
+            torch.ops.attn_tiers.tensor_scatter_(caches[0], updates[0], indices, write_mode=mode)
+            torch.ops.attn_tiers.tensor_scatter_(caches[0], updates[0], write_mode=mode)
+
+    write()
+    request.getfixturevalue("no_host_sync")
+    write()
+
+
+# ------------------------------------------------------------------------------ write, then decode
+
+
+def test_a_captured_step_writes_and_attends_as_slots_come_and_go(maker: MakeMaker) -> None:
+    m = maker()
+    B, Hq, Hkv, T = 4, 8, 2, 300
+    keys, values = (torch.full((B, Hkv, T, m.D), math.nan, dtype=m.dtype, device="cuda")
+                    for _ in range(2))  # fmt: skip
+    query = m.normal(B, Hq, 1, m.D)
+    key, value = m.normal(B, Hkv, 1, m.D), m.normal(B, Hkv, 1, m.D)
+    lengths, positions = m.lengths([0] * B), m.integers([-1] * B)
+
+    def step() -> torch.Tensor:
+        torch.ops.attn_tiers.kv_scatter_(keys, values, key, value, positions)
+        return torch.ops.attn_tiers.decode(query, keys, values, lengths)
+
+    step()  # warm; every row is skipped and every length zero
+    assert bool(keys.isnan().all())
+    graph, y = _capture(step)
+    host = [0] * B
+    active = [True, False, True, False]
+    shadow = [(torch.zeros(0), torch.zeros(0))] * B  # what each slot holds, grown by cat
+    for i in range(40):
+        if i == 10:
+            active[1] = True
+        if i == 20:  # slot 0 is freed and taken again from position 0
+            host[0], shadow[0] = 0, (torch.zeros(0), torch.zeros(0))
+        if i == 25:
+            active[2] = False
+        for tensor in (query, key, value):
+            tensor.copy_(m.normal(*tensor.shape))
+        positions.copy_(m.integers([n if on else -1 for n, on in zip(host, active, strict=True)]))
+        for b in range(B):
+            if active[b]:
+                host[b] += 1
+                shadow[b] = tuple(  # type: ignore[assignment]
+                    new[b : b + 1].cpu()
+                    if not old.numel()
+                    else torch.cat([old, new[b : b + 1].cpu()], 2)
+                    for old, new in zip(shadow[b], (key, value), strict=True)
+                )
+        lengths.copy_(m.lengths([n if on else 0 for n, on in zip(host, active, strict=True)]))
+        graph.replay()
+        for b in range(B):
+            if active[b]:
+                expected = oracle.decode(query[b : b + 1], *shadow[b]).y
+                assert_close(y[b : b + 1], expected)
+            else:
+                assert not bool(y[b].any())
