@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def python_blocks(page: Path) -> str:
-    """The code of all ```python fences, at its own line numbers, so that a traceback points there."""
+    """The code of all ```python fences, each line at its own number, as a traceback shows it."""
     lines, inside = [], False
     for line in page.read_text(encoding="utf-8").splitlines():
         fence = line.startswith("```")
