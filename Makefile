@@ -74,7 +74,7 @@ tables-check: $(READY)
 	$(PY) benchmarks/render_tables.py --check
 
 gpu-test: $(READY)
-	$(PY) -m pytest -q tests/gpu
+	$(PY) -m pytest -q tests/gpu --require-tiers flash,mea,unfused
 
 clean:
 	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .ci/logs
