@@ -23,7 +23,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured yet"
 
-_OPEN = re.compile(r"<!-- table:(?P<name>\w+) -->")
+_OPEN = re.compile(r"<!-- table:(.*?) -->")
 _REGION = re.compile(
     r"(?P<open><!-- table:(?P<name>\w+) -->\n)(?P<body>.*?)(?P<close><!-- /table:(?P=name) -->)",
     re.DOTALL,
@@ -142,7 +142,7 @@ def render(text: str, results: pathlib.Path) -> str:
     opened = _OPEN.findall(text)
     regions = [match["name"] for match in _REGION.finditer(text)]
     if opened != regions:
-        raise ValueError(f"regions opened: {opened}, closed: {regions}")
+        raise ValueError(f"regions opened: {opened}, of these closed: {regions}")
     return _REGION.sub(lambda match: _region(match, results), text)
 
 

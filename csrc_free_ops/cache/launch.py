@@ -146,7 +146,7 @@ def scatter_plan(
     block_d = min(_next_power_of_2(widest), _TILE_ELEMENTS)
     rows = min(_next_power_of_2(m * s), _TILE_ELEMENTS // block_d)
     programs = batch * -(-m * s // rows) * -(-widest // block_d)
-    integers = (m, s, key.sizes[2], value.sizes[2], key.sizes[3], value.sizes[3])
+    integers: tuple[int, ...] = (m, s, key.sizes[2], value.sizes[2], key.sizes[3], value.sizes[3])
     integers += key.cache + key.update + value.cache + value.update
     return ScatterPlan(
         grid=(programs,),
@@ -217,7 +217,7 @@ def _launch(
     pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...],
     write_indices: torch.Tensor | None,
 ) -> None:
-    tensors = tuple(_copyable(t) for pair in pairs for t in pair)
+    tensors: tuple[torch.Tensor | None, ...] = tuple(_copyable(t) for pair in pairs for t in pair)
     if len(pairs) == 1:
         tensors += (None, None)
     device = pairs[0][0].device

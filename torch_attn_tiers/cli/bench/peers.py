@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -159,8 +160,7 @@ def xqa(inputs: Inputs) -> list[Side]:
 
 def fa3(inputs: Inputs) -> list[Side]:
     """FlashAttention-3 over [B,T,Hkv,D], its schedule made inside each call and ahead of it."""
-    import fa3_fwd_interface
-
+    fa3_fwd_interface: Any = importlib.import_module("fa3_fwd_interface")
     case = inputs.case
     query = [q.transpose(1, 2).contiguous() for q in inputs.query]
     key, value = inputs.key_nhd, inputs.value_nhd

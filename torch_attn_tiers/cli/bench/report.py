@@ -117,7 +117,7 @@ def _our_table(result: dict[str, Any]) -> Table:
     ):  # fmt: skip
         table.add_column(heading, justify="left" if heading in ("tier", "peer") else "right")
     for row in result["cases"]:
-        ours = next((side for side in row["sides"] if side["peer"] is None), {})
+        ours: dict[str, Any] = next((s for s in row["sides"] if s["peer"] is None), {})
         table.add_row(
             row["case"],
             f"{row['valid_bytes'] / 1e6:.1f}",
