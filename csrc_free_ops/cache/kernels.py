@@ -50,8 +50,8 @@ def _load_tile(
     keep = row < M * S
     if CIRCULAR:  # 0 <= start < T and s < S <= T: one subtraction wraps
         position = tl.where(position >= T, position - T, position)
-    else:  # outside is dropped, never moved onto a valid slot
-        keep = keep & (position >= 0) & (position < T)
+    else:  # outside is dropped, never moved onto a valid slot; a negative start drops the row
+        keep = keep & (start >= 0) & (position >= 0) & (position < T)
     mask = keep[:, None] & (d < D)[None, :]
 
     source = update + batch * update_stride_b + (m * update_stride_m + s * update_stride_s)[:, None]

@@ -68,7 +68,8 @@ def tensor_scatter(
         update: the cache's dtype and shape, but S <= T along `axis`; any strides.
         write_indices: `[B]` int32 or int64 on the same device; None writes from position 0.
         axis: the dimension that is written, any but 0.
-        circular: wraps positions modulo T. Otherwise positions outside the cache are dropped.
+        circular: wraps positions modulo T. Otherwise a position past the cache is dropped, and a
+            negative index drops its row.
 
     Shapes and dtypes are taken to be right: the operator checks them.
     """
