@@ -1,0 +1,137 @@
+"""What a launch may depend on, as plain values: facts of a tensor and facts of a device."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TensorFacts(NamedTuple):
+    """Layout of a tensor without the tensor. Strides are in elements."""
+
+    shape: tuple[int, ...]
+    #: Strides of dimensions of size 1 are those of a contiguous tensor (PyTorch leaves them open).
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    #: The first element lies on a 16-byte boundary.
+    aligned: bool
+
+
+class DeviceFacts(NamedTuple):
+    """What kernels and tiers need to know of a device. Invented devices are fine for ``explain``."""
+
+    type: str  # "cpu", "cuda", ...
+    index: int
+    capability: tuple[int, int] | None  # (9, 0); None where the notion does not exist
+    arch: str  # "sm_90", "gfx942", "cpu"
+    multiprocessors: int
+    shared_memory: int  # bytes that one block may opt in to
+    l2_bytes: int
+    interpret: bool  # Triton's interpreter is on and this is the CPU
+
+    def __str__(self) -> str:
+        return self.type if self.type == self.arch else f"{self.type}:{self.index} ({self.arch})"
+
+
+def canonical_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Strides with those of size-1 dimensions replaced by what a contiguous tensor has there.
+
+    PyTorch leaves the stride of a size-1 dimension arbitrary, so two equal layouts may differ
+    there, and a value such as 1 would fail every alignment rule for no reason.
+    """
+    result = list(stride)
+    contiguous = 1
+    for dim in reversed(range(len(result))):
+        if shape[dim] == 1:
+            result[dim] = contiguous
+        contiguous *= max(shape[dim], 1)
+    return tuple(result)
+
+
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether the first element lies on a 16-byte boundary (meta tensors: by storage offset)."""
+    if tensor.device.type == "meta":
+        return tensor.storage_offset() * tensor.element_size() % 16 == 0
+    return tensor.data_ptr() % 16 == 0
+
+
+def tensor_facts(tensor: Tensor) -> TensorFacts:
+    """Facts of ``tensor`` as it is."""
+    shape = tuple(tensor.shape)
+    stride = canonical_stride(shape, tensor.stride())
+    return TensorFacts(shape, stride, tensor.dtype, is_aligned(tensor))
+
+
+def contiguous_facts(shape: Sequence[int], dtype: torch.dtype) -> TensorFacts:
+    """Facts of a newly allocated contiguous tensor."""
+    stride = [1]
+    for size in reversed(shape[1:]):
+        stride.append(stride[-1] * max(size, 1))
+    return TensorFacts(tuple(shape), tuple(reversed(stride)), dtype, aligned=True)
+
+
+def heads_first_facts(tensor: Tensor, heads: int) -> TensorFacts:
+    """Facts of the view ``[B, heads, S, D]`` of a tensor ``[B, heads, S, D]`` or ``[B, S, heads*D]``."""
+    if tensor.dim() == 4:
+        return tensor_facts(tensor)
+    batch, length, width = tensor.shape
+    stride_b, stride_s, stride_d = tensor.stride()
+    size = width // heads
+    shape = (batch, heads, length, size)
+    stride = canonical_stride(shape, (stride_b, size * stride_d, stride_s, stride_d))
+    return TensorFacts(shape, stride, tensor.dtype, is_aligned(tensor))
+
+
+def broadcast_facts(tensor: Tensor, leading: Sequence[int]) -> TensorFacts:
+    """Facts of ``tensor`` with its dimensions but the last broadcast to ``leading``."""
+    missing = len(leading) + 1 - tensor.dim()
+    shape = (*leading, tensor.shape[-1])
+    own_shape = (1,) * missing + tuple(tensor.shape)
+    own_stride = (0,) * missing + tuple(tensor.stride())
+    stride = [0 if own == 1 != size else s for own, s, size in zip(own_shape, own_stride, shape)]
+    return TensorFacts(shape, canonical_stride(shape, stride), tensor.dtype, is_aligned(tensor))
+
+
+def device_facts(device: torch.device | str) -> DeviceFacts:
+    """Facts of ``device`` (without an index: the current one). Asked once for each device."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return _cpu_facts(os.environ.get("TRITON_INTERPRET", "0") == "1")
+    if device.type == "cuda":
+        return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
+    return DeviceFacts(device.type, device.index or 0, None, device.type, 1, 0, 0, False)
+
+
+@functools.cache
+def _cpu_facts(interpret: bool) -> DeviceFacts:
+    # Triton's interpreter plans as if for a small GPU. The figures are fixed, so that a test takes
+    # the same path on every machine; 99 KiB is the smallest shared memory among current GPUs.
+    return DeviceFacts("cpu", 0, None, "cpu", 8, 99 * 1024, 0, interpret)
+
+
+@functools.cache
+def _cuda_facts(index: int) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    if torch.version.hip is not None:
+        arch = properties.gcnArchName.split(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+    shared_memory = getattr(properties, "shared_memory_per_block_optin", 0) or getattr(
+        properties, "shared_memory_per_block", 64 * 1024
+    )
+    return DeviceFacts(
+        "cuda",
+        index,
+        capability,
+        arch,
+        properties.multi_processor_count,
+        shared_memory,
+        getattr(properties, "L2_cache_size", 0),
+        False,
+    )

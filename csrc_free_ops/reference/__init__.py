@@ -1,0 +1,6 @@
+"""The meaning of each operator in plain PyTorch, written to be read. Runs on every device."""
+
+from csrc_free_ops.reference.decode import decode, decode_batch_invariant, visible_keys
+from csrc_free_ops.reference.tensor_scatter import kv_scatter, tensor_scatter
+
+__all__ = ["decode", "decode_batch_invariant", "kv_scatter", "tensor_scatter", "visible_keys"]

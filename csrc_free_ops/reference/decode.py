@@ -1,0 +1,259 @@
+"""``attn_tiers::decode`` in plain PyTorch: the ONNX ``Attention`` operator over a KV cache.
+
+Letters: ``B`` batch, ``Hq``/``Hkv`` query and KV heads, ``G = Hq/Hkv``, ``Sq`` query rows, ``T`` keys
+(the capacity of the cache), ``D``/``Dv`` head sizes. Query head ``h`` reads KV head ``h // G``.
+
+Nothing here reads a value of a tensor on the host, so all of it can be captured into a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+#: Keys that :func:`decode_batch_invariant` takes at a time. Any constant will do.
+_CHUNK = 128
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    nonpad_kv_seqlen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    past_len: int = 0,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+    qk_matmul_output_mode: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention output ``[B,Hq,Sq,Dv]`` and the logits asked for (``None`` without a mode).
+
+    Args:
+        query: ``[B,Hq,Sq,D]``; float16, bfloat16, float32 or float64.
+        key, value: ``[B,Hkv,T,D]`` and ``[B,Hkv,T,Dv]``.
+        nonpad_kv_seqlen: ``[B]``, the number of valid keys of each batch row.
+        attn_mask: bool (True attends) or a number (added), aligned from the right with
+            ``[B,Hq,Sq,T]``; a last dimension shorter than ``T`` hides the rest.
+        sinks: ``[Hq]``, a logit that joins the denominator and has no value.
+        past_len: how many keys come before those of the query rows, without lengths.
+        qk_matmul_output_mode: 0 scaled products, 1 after softcap, 2 after the mask, 3 after softmax.
+
+    Both results have the query's dtype. Softmax and sums run in float32 (float64 for float64).
+    """
+    B, Hq, Sq, D = query.shape
+    Hkv, T, Dv = key.shape[1], key.shape[2], value.shape[3]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    # The G query heads of a KV head are so many more rows over the same keys.
+    grouped_rows = (B, Hkv, Hq // Hkv * Sq)
+
+    visible = visible_keys(
+        query,
+        T,
+        nonpad_kv_seqlen,
+        attn_mask,
+        past_len,
+        is_causal,
+        left_window_size,
+        right_window_size,
+    ).expand(B, Hq, Sq, T)
+
+    # Logits. A product with a hidden key may be NaN: the select drops it.
+    rows = query.to(dtype).reshape(*grouped_rows, D)
+    products = scale * (rows @ key.to(dtype).transpose(2, 3)).view(B, Hq, Sq, T)
+    capped = softcap * torch.tanh(products / softcap) if softcap > 0 else products
+    logits = torch.where(visible, capped + additive_mask(attn_mask, T, dtype), -torch.inf)
+
+    # Softmax. A row that sees no key is zero, whatever its logits.
+    probabilities = softmax_with_sinks(logits, sinks)
+    probabilities = torch.where(visible.any(3, keepdim=True), probabilities, 0.0)
+
+    # Values. A probability of 0 would still let a NaN through, so a row of V that no query row of
+    # its KV head sees is replaced first.
+    key_is_seen = visible.reshape(*grouped_rows, T).any(2)
+    seen_value = torch.where(key_is_seen[..., None], value.to(dtype), 0.0)
+    output = (probabilities.view(*grouped_rows, T) @ seen_value).view(B, Hq, Sq, Dv)
+
+    if qk_matmul_output_mode is None:
+        return output.to(query.dtype), None
+    stages = (products, capped, logits, probabilities)
+    return output.to(query.dtype), stages[qk_matmul_output_mode].to(query.dtype)
+
+
+def visible_keys(
+    query: Tensor,
+    T: int,
+    nonpad_kv_seqlen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    past_len: int = 0,
+    is_causal: bool = False,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+) -> Tensor:
+    """Which keys a query row sees by length, causality, window and mask: bool ``[B|1,Hq|1,Sq|1,T]``.
+
+    Query row ``i`` stands at position ``p = i + offset``. With lengths the last row stands at the last
+    valid key (``offset = n - Sq``); otherwise the rows follow ``past_len`` keys.
+    """
+    Sq = query.shape[2]
+    j = torch.arange(T, device=query.device)
+    i = torch.arange(Sq, device=query.device)[:, None]
+    if nonpad_kv_seqlen is None:
+        p = i + past_len
+        visible = torch.ones((1, 1, 1, T), dtype=torch.bool, device=query.device)
+    else:
+        n = nonpad_kv_seqlen.to(torch.int64).clamp(0, T)[:, None, None, None]
+        p = i + (n - Sq)
+        visible = j < n
+    if is_causal:
+        visible = visible & (j <= p)
+    if left_window_size >= 0:
+        visible = visible & (j >= p - left_window_size)
+    if right_window_size >= 0:
+        visible = visible & (j <= p + right_window_size)
+    if attn_mask is not None:
+        if attn_mask.dtype is torch.bool:
+            allowed = attn_mask
+        elif attn_mask.is_floating_point():
+            allowed = attn_mask != -torch.inf
+        else:
+            allowed = torch.ones_like(attn_mask, dtype=torch.bool)
+        visible = visible & F.pad(allowed, (0, T - attn_mask.shape[-1]), value=False)
+    return visible
+
+
+def additive_mask(attn_mask: Tensor | None, T: int, dtype: torch.dtype) -> Tensor | float:
+    """What ``attn_mask`` adds to the logits, in ``dtype``; 0 where there is nothing to add."""
+    if attn_mask is None or attn_mask.dtype is torch.bool:
+        return 0.0
+    if torch.promote_types(attn_mask.dtype, dtype) != dtype:
+        # float64's lowest number does not mean "masked" and must not become -inf.
+        attn_mask = attn_mask.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    return F.pad(attn_mask.to(dtype), (0, T - attn_mask.shape[-1]))
+
+
+def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax over keys; the sink of a head is one more logit in its denominator."""
+    if sinks is None:
+        return torch.softmax(logits, 3)
+    B, Hq, Sq, _ = logits.shape
+    column = sinks.to(logits.dtype).view(1, Hq, 1, 1).expand(B, Hq, Sq, 1)
+    return torch.softmax(torch.cat([logits, column], 3), 3)[..., :-1]
+
+
+def decode_batch_invariant(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    nonpad_kv_seqlen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    past_len: int = 0,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    left_window_size: int = -1,
+    right_window_size: int = -1,
+    qk_matmul_output_mode: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`decode`, with bits of a batch row that depend on no other row, nor on ``B`` or ``T``.
+
+    Each operation is on one batch row and one chunk of keys, copied to new memory: a library sees the
+    same shapes, strides and alignment whatever surrounds them. Chunks are added up in order, and one
+    without a visible key adds exactly zero.
+    """
+    B, Hq, Sq, _ = query.shape
+    T, Dv = key.shape[2], value.shape[3]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    visible = visible_keys(
+        query,
+        T,
+        nonpad_kv_seqlen,
+        attn_mask,
+        past_len,
+        is_causal,
+        left_window_size,
+        right_window_size,
+    ).expand(B, Hq, Sq, T)
+    bias = query.new_zeros((), dtype=dtype) + additive_mask(attn_mask, T, dtype)
+    bias = bias.expand(B, Hq, Sq, T)
+
+    output = query.new_empty(B, Hq, Sq, Dv)
+    stage = None if qk_matmul_output_mode is None else query.new_empty(B, Hq, Sq, T)
+    for b in range(B):
+        tensors = (query, key, value, visible, bias)
+        row_output, row_stages = _decode_row(*(t[b] for t in tensors), sinks, scale, softcap, dtype)
+        output[b] = row_output
+        if stage is not None and qk_matmul_output_mode is not None:
+            stage[b] = row_stages[qk_matmul_output_mode][..., :T]
+    return output, stage
+
+
+def _decode_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    bias: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    softcap: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Output ``[Hq,Sq,Dv]`` of one batch row and the four stages of its logits, ``T`` padded."""
+    Hq, Sq, D = query.shape
+    Hkv, _, Dv = value.shape
+    grouped_rows = (Hkv, Hq // Hkv * Sq)
+    rows = query.to(dtype).clone(memory_format=torch.contiguous_format).view(*grouped_rows, D)
+    visible_chunks = _chunks(visible, 2)
+
+    products, capped, logits = [], [], []
+    for key_chunk, seen, added in zip(_chunks(key.to(dtype), 1), visible_chunks, _chunks(bias, 2)):
+        product = scale * (rows @ key_chunk.transpose(1, 2)).view(Hq, Sq, _CHUNK)
+        products.append(product)
+        capped.append(softcap * torch.tanh(product / softcap) if softcap > 0 else product)
+        logits.append(torch.where(seen, capped[-1] + added, -torch.inf))
+
+    # The softmax by hand: its maximum is exact in any order, its sum goes from chunk to chunk.
+    sink = query.new_full((Hq, 1, 1), -torch.inf, dtype=dtype)
+    if sinks is not None:
+        sink = sinks.to(dtype).view(Hq, 1, 1)
+    maximum = sink.expand(Hq, Sq, 1)
+    for chunk in logits:
+        maximum = torch.maximum(maximum, chunk.amax(2, keepdim=True))
+    denominator = torch.exp(sink - maximum)
+    weights = []
+    for chunk, seen in zip(logits, visible_chunks):
+        weights.append(torch.where(seen, torch.exp(chunk - maximum), 0.0))
+        denominator = denominator + weights[-1].sum(2, keepdim=True)
+
+    output = rows.new_zeros(Hq, Sq, Dv)
+    for weight, seen, value_chunk in zip(weights, visible_chunks, _chunks(value.to(dtype), 1)):
+        key_is_seen = seen.view(*grouped_rows, _CHUNK).any(1)
+        seen_value = torch.where(key_is_seen[..., None], value_chunk, 0.0)
+        output = output + (weight.view(*grouped_rows, _CHUNK) @ seen_value).view(Hq, Sq, Dv)
+
+    row_sees_a_key = visible.any(2, keepdim=True)
+    output = torch.where(row_sees_a_key, output / denominator, 0.0)
+    probabilities = [torch.where(row_sees_a_key, w / denominator, 0.0) for w in weights]
+    empty = rows.new_empty(Hq, Sq, 0)
+    stages = (products, capped, logits, probabilities)
+    return output, tuple(torch.cat([empty, *stage], 2) for stage in stages)
+
+
+def _chunks(tensor: Tensor, dim: int) -> list[Tensor]:
+    """Pieces of ``_CHUNK`` along ``dim``, each in new memory, the last one padded with zeros."""
+    pieces = []
+    for piece in tensor.split(_CHUNK, dim) if tensor.shape[dim] else ():
+        shape = list(piece.shape)
+        shape[dim] = _CHUNK
+        chunk = piece.new_zeros(shape)
+        chunk.narrow(dim, 0, piece.shape[dim]).copy_(piece)
+        pieces.append(chunk)
+    return pieces

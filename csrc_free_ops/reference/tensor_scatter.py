@@ -1,0 +1,64 @@
+"""``attn_tiers::tensor_scatter_`` and ``kv_scatter_`` in plain PyTorch: ONNX ``TensorScatter`` in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def tensor_scatter(
+    past_cache: Tensor,
+    update: Tensor,
+    write_indices: Tensor | None = None,
+    *,
+    axis: int = -2,
+    circular: bool = False,
+) -> None:
+    """Write ``past_cache[b, .., w[b]+s, ..] = update[b, .., s, ..]`` along ``axis``, in place.
+
+    Args:
+        past_cache: ``[B, .., capacity, ..]``, any strides.
+        update: like ``past_cache`` but for ``axis``, where it is ``[.., S, ..]`` with ``S <= capacity``.
+        write_indices: ``[B]`` int32 or int64; ``None`` writes from position 0.
+        circular: positions wrap modulo the capacity. Otherwise a position past the capacity is
+            dropped, and a negative index drops its row.
+    """
+    axis %= past_cache.dim()
+    batch, capacity, length = past_cache.shape[0], past_cache.shape[axis], update.shape[axis]
+    if update.numel() == 0:
+        return
+    if past_cache.itemsize == 1:  # scatter does not know float8; the bytes are all that matters
+        past_cache, update = past_cache.view(torch.uint8), update.view(torch.uint8)
+
+    s = torch.arange(length, device=update.device)
+    w = torch.zeros(batch, dtype=torch.int64, device=update.device)
+    if write_indices is not None:
+        w = write_indices.to(torch.int64)
+    positions = w[:, None] + s
+    inside = torch.ones_like(positions, dtype=torch.bool)
+    if not circular:
+        inside = (w[:, None] >= 0) & (positions < capacity)
+
+    # No more than `capacity` consecutive positions are distinct modulo the capacity, so a dropped
+    # one has a slot of its own to which the value already there is written back: no slot is
+    # written twice, and nothing depends on a value that the host would have to read.
+    shape = [1] * past_cache.dim()
+    shape[0], shape[axis] = batch, length
+    slots = positions.remainder(capacity).view(shape).expand(update.shape)
+    present = past_cache.gather(axis, slots)
+    past_cache.scatter_(axis, slots, torch.where(inside.view(shape), update, present))
+
+
+def kv_scatter(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    write_indices: Tensor | None = None,
+    *,
+    axis: int = -2,
+    circular: bool = False,
+) -> None:
+    """:func:`tensor_scatter` of ``key`` into ``key_cache`` and of ``value`` into ``value_cache``."""
+    tensor_scatter(key_cache, key, write_indices, axis=axis, circular=circular)
+    tensor_scatter(value_cache, value, write_indices, axis=axis, circular=circular)

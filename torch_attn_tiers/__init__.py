@@ -1,0 +1,41 @@
+"""Attention for inference behind one meaning: ``torch.ops.attn_tiers``, by the fastest tier that fits.
+
+Importing the package registers the operators. See :mod:`torch_attn_tiers.ops` for what they take.
+"""
+
+from torch_attn_tiers import ops, tiers
+from torch_attn_tiers.dispatch import (
+    DispatchRecord,
+    Explanation,
+    TierVerdict,
+    explain,
+    prepare,
+    record_dispatch,
+    release_captured_plans,
+)
+from torch_attn_tiers.errors import ColdCaptureError, TierNotEligibleError
+from torch_attn_tiers.options import options, read_environment
+from torch_attn_tiers.problem import DecodeProblem
+from torch_attn_tiers.tier import Tier, all_names, register_tier
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ColdCaptureError",
+    "DecodeProblem",
+    "DispatchRecord",
+    "Explanation",
+    "Tier",
+    "TierNotEligibleError",
+    "TierVerdict",
+    "explain",
+    "ops",
+    "options",
+    "prepare",
+    "record_dispatch",
+    "register_tier",
+    "release_captured_plans",
+    "tiers",
+]
+
+read_environment(all_names)

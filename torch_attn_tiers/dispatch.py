@@ -1,0 +1,518 @@
+"""From a problem to the plan that runs it: options, ranking, readiness in captures, records.
+
+An operator looks its call up by a flat key (:func:`known`), which costs a few microseconds. On a miss
+it builds its problem and asks :func:`decide`. Nothing here knows what an operator computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from csrc_free_ops.facts import DeviceFacts, device_facts
+from torch_attn_tiers import tier as registry
+from torch_attn_tiers.errors import ColdCaptureError, TierNotEligibleError
+from torch_attn_tiers.options import current
+from torch_attn_tiers.problem import Problem
+from torch_attn_tiers.tier import Plan, Tier
+
+log = logging.getLogger("torch_attn_tiers")
+
+#: Plans kept besides those that captured graphs use.
+MAX_PLANS = 512
+#: Flat keys kept; several may lead to one plan.
+MAX_KEYS = 8192
+#: Failed builds remembered.
+MAX_UNFIT = 4096
+#: A build that takes longer is logged.
+LOG_BUILD_SECONDS = 0.05
+
+Reasons = dict[str, tuple[str, ...]]
+
+
+class DispatchRecord(NamedTuple):
+    """One call that ran under :func:`record_dispatch`."""
+
+    op: str
+    tier: str
+    problem: Problem
+    #: Tiers ahead of the one that ran, and why they did not.
+    passed_over: Reasons
+    #: Captured while a faster kernel tier was not ready.
+    cold: bool
+    #: This call built the plan.
+    built: bool
+
+
+class TierVerdict(NamedTuple):
+    """What :func:`explain` says of one tier."""
+
+    name: str
+    eligible: bool
+    reasons: tuple[str, ...]
+    #: Running it now would build nothing that could break a capture.
+    ready: bool
+    chosen: bool
+
+
+class Explanation(NamedTuple):
+    """Every tier's verdict on one problem. ``print`` it."""
+
+    problem: Problem
+    verdicts: list[TierVerdict]
+    #: Plans in the cache, and how many of them captured graphs hold.
+    plans: int
+    pinned_plans: int
+
+    @property
+    def chosen(self) -> str | None:
+        """The tier that would run, or None if the call would be an error."""
+        return next((verdict.name for verdict in self.verdicts if verdict.chosen), None)
+
+    def __str__(self) -> str:
+        width = max(len(verdict.name) for verdict in self.verdicts)
+        lines = [self.problem.describe()]
+        for name, eligible, reasons, ready, chosen in self.verdicts:
+            state = (
+                ("ready" if ready else "not built yet") if eligible else "no: " + "; ".join(reasons)
+            )
+            lines.append(f"{'->' if chosen else '  '} {name:<{width}}  {state}")
+        if self.pinned_plans:
+            lines.append(f"plans held by captured graphs: {self.pinned_plans}")
+        return "\n".join(lines)
+
+
+class _Built:
+    """A plan in the cache."""
+
+    __slots__ = ("plan", "pinned", "used", "keys")
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.pinned = False  # a capture has used it
+        self.used = True  # since the cache last looked for something to drop
+        self.keys: list[Hashable] = []  # the flat keys that lead here
+
+
+class Decision:
+    """The outcome of choosing. Call it with the operator's tensors to run the plan."""
+
+    __slots__ = ("problem", "tier", "passed_over", "cold", "fresh", "built", "cuda_index")
+
+    def __init__(
+        self,
+        problem: Problem,
+        tier: Tier,
+        passed_over: Reasons,
+        cold: bool,
+        fresh: bool,
+        built: _Built,
+    ) -> None:
+        self.problem = problem
+        self.tier = tier
+        self.passed_over = passed_over
+        self.cold = cold
+        self.fresh = fresh  # built for the call to come
+        self.built = built
+        self.cuda_index = problem.device.index if problem.device.type == "cuda" else None
+
+    def __call__(self, *tensors: Tensor | None) -> Any:
+        built = self.built
+        built.used = True
+        if self.cuda_index is not None:
+            if self.cuda_index != torch.cuda.current_device():
+                with torch.cuda.device(self.cuda_index):
+                    return self(*tensors)
+            if not built.pinned and torch.cuda.is_current_stream_capturing():
+                _plans.pin(built)
+        if _recordings:
+            self._record()
+        return built.plan(*tensors)
+
+    def _record(self) -> None:
+        record = DispatchRecord(
+            self.problem.op, self.tier.name, self.problem, self.passed_over, self.cold, self.fresh
+        )
+        self.fresh = False
+        for recording in tuple(_recordings):
+            recording.append(record)
+
+
+class _PlanCache:
+    """Plans by tier and problem, and decisions by flat key. Bounded; safe in threads.
+
+    Looking up takes no lock. What to drop is found by second chance: first in, first out, but an
+    entry used since the last round goes round once more.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.decisions: dict[Hashable, Decision] = {}
+        self.plans: dict[tuple[Tier, Problem], _Built] = {}
+        self.unfit: dict[tuple[Tier, Problem], str] = {}
+        self.pinned: list[_Built] = []
+
+    def remember(self, key: Hashable, decision: Decision) -> None:
+        with self.lock:
+            if len(self.decisions) >= MAX_KEYS:
+                self.forget_decisions()
+            self.decisions[key] = decision
+            decision.built.keys.append(key)
+
+    def forget_decisions(self) -> None:
+        with self.lock:
+            self.decisions.clear()
+            for built in self.plans.values():
+                built.keys.clear()
+
+    def add(self, tier: Tier, problem: Problem, plan: Plan) -> _Built:
+        with self.lock:
+            built = self.plans[tier, problem] = _Built(plan)
+            self.shrink()
+            return built
+
+    def shrink(self) -> None:
+        """Drop plans until no more than MAX_PLANS are left besides the pinned ones."""
+        excess = len(self.plans) - len(self.pinned) - MAX_PLANS
+        while excess > 0:
+            place = next(iter(self.plans))
+            built = self.plans.pop(place)
+            if built.used or built.pinned:
+                built.used = False
+                self.plans[place] = built  # to the end
+                continue
+            for key in built.keys:
+                self.decisions.pop(key, None)
+            excess -= 1
+
+    def pin(self, built: _Built) -> None:
+        with self.lock:
+            if not built.pinned:
+                built.pinned = True
+                self.pinned.append(built)
+
+    def release(self) -> int:
+        with self.lock:
+            count = len(self.pinned)
+            for built in self.pinned:
+                built.pinned = False
+            self.pinned.clear()
+            self.shrink()
+            return count
+
+    def mark_unfit(self, tier: Tier, problem: Problem, reason: str) -> None:
+        with self.lock:
+            while len(self.unfit) >= MAX_UNFIT:
+                self.unfit.pop(next(iter(self.unfit)))
+            self.unfit[tier, problem] = reason
+
+
+_plans = _PlanCache()
+_build_lock = threading.RLock()
+_recordings: list[list[DispatchRecord]] = []
+#: From the name of a call ("decode.present") to what makes its problem.
+_calls: dict[str, Callable[..., Problem]] = {}
+
+#: The decision for a flat key, or None. Atomic, without a lock.
+known = _plans.decisions.get
+registry.on_change(_plans.forget_decisions)
+
+
+def define_call(name: str, problem_of: Callable[..., Problem]) -> None:
+    """Tell :func:`explain` and :func:`prepare` how to read a call.
+
+    ``problem_of`` takes the operator's arguments and ``facts=DeviceFacts | None`` in place of the
+    device of the tensors.
+    """
+    _calls[name] = problem_of
+
+
+def decide(key: Hashable, problem: Problem) -> Decision:
+    """Choose and build for a problem whose flat key is not known.
+
+    Raises:
+        TierNotEligibleError: the tier asked for cannot run it, or none can.
+        ColdCaptureError: a capture is under way and no kernel tier is ready.
+    """
+    decision = _first_that_builds(problem, _examine(problem))
+    _say(decision)
+    if not decision.cold:
+        _plans.remember(key, decision)
+    return decision
+
+
+def ranking(problem: Problem, eligible: Sequence[Tier]) -> list[Tier]:
+    """Eligible tiers, fastest first. The cascade's order is the estimate."""
+    return list(eligible)
+
+
+def _examine(problem: Problem, preparing: bool = False) -> dict[Tier, tuple[str, ...]]:
+    """Every tier of the operator, in the cascade's order, with its reasons against the problem."""
+    options = current()
+    verdicts = {}
+    for tier in registry.tiers_of(problem.op):
+        reasons = tier.reasons(problem)
+        if (tier.op, tier.name) in options.disable:
+            reasons.insert(0, "disabled by ATTN_TIERS_DISABLE or options(disable=...)")
+        if (tier, problem) in _plans.unfit:
+            reasons.append(_plans.unfit[tier, problem])
+        may_build = preparing or problem.jit or problem.requested == tier.name
+        if not reasons and tier.slow_build and not may_build and not _is_ready(tier, problem):
+            reasons.append("not prepared: call torch_attn_tiers.prepare or set ATTN_TIERS_JIT=1")
+        verdicts[tier] = tuple(reasons)
+    return verdicts
+
+
+def _candidates(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) -> list[Tier]:
+    """Tiers to try, best first: the one asked for, or all that are eligible."""
+    eligible = [tier for tier, reasons in verdicts.items() if not reasons]
+    if problem.requested is None:
+        return ranking(problem, eligible)
+    return [tier for tier in eligible if tier.name == problem.requested]
+
+
+def _first_that_builds(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) -> Decision:
+    candidates = _candidates(problem, verdicts)
+    cause: Exception | None = None
+    while candidates:
+        chosen = _pick(problem, candidates)
+        cold = chosen is not candidates[0]
+        try:
+            built, fresh = _build(chosen, problem)
+        except _BuildFailed as failure:
+            cause = failure.error
+            verdicts = {**verdicts, chosen: (failure.reason,)}
+            candidates.remove(chosen)
+            continue
+        passed_over: Reasons = {}
+        if problem.requested is None:
+            order = list(verdicts)
+            for tier in order[: order.index(chosen)]:
+                if verdicts[tier]:
+                    passed_over[tier.name] = verdicts[tier]
+            for tier in candidates[: candidates.index(chosen)]:
+                passed_over[tier.name] = ("not ready in a CUDA graph capture",)
+        return Decision(problem, chosen, passed_over, cold, fresh, built)
+    raise TierNotEligibleError(_not_eligible_message(problem, verdicts)) from cause
+
+
+def _pick(problem: Problem, candidates: list[Tier]) -> Tier:
+    """The tier to build: the first, but in a capture the first kernel tier that is ready."""
+    first = candidates[0]
+    if not problem.capturing or _is_ready(first, problem):
+        return first
+    for tier in candidates:
+        if tier.kernel_tier and _is_ready(tier, problem):
+            return tier
+    cold = [tier.name for tier in candidates if not _is_ready(tier, problem)]
+    arguments = "the arguments of this call"
+    raise ColdCaptureError(
+        f"{problem.call}: a CUDA graph is being captured and {' and '.join(cold)}, which would run "
+        f"this call, is not built; building now would break the capture.\n"
+        f"Before the capture, call torch_attn_tiers.prepare({problem.call!r}, ...) with {arguments} "
+        f"(or run the call once), or choose another tier with tier=.\nProblem: {problem.describe()}"
+    )
+
+
+class _BuildFailed(Exception):
+    def __init__(self, reason: str, error: Exception) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.error = error
+
+
+def _is_ready(tier: Tier, problem: Problem) -> bool:
+    return (tier, problem) in _plans.plans or tier.ready(problem)
+
+
+def _build(tier: Tier, problem: Problem) -> tuple[_Built, bool]:
+    """The plan and whether it was built now. One build at a time: two threads want the same one."""
+    with _build_lock:
+        built = _plans.plans.get((tier, problem))
+        if built is not None:
+            return built, False
+        begin = time.perf_counter()
+        try:
+            with _on_device(problem.device):
+                plan = tier.build(problem)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            reason = f"its build failed: {type(error).__name__}: {error}"
+            _plans.mark_unfit(tier, problem, reason)
+            log.warning("tier %s: %s (%s)", tier.name, reason, problem.describe(), exc_info=error)
+            raise _BuildFailed(reason, error) from error
+        seconds = time.perf_counter() - begin
+        if seconds > LOG_BUILD_SECONDS:
+            log.info("built %s in %.2f s: %s", tier.name, seconds, problem.describe())
+        return _plans.add(tier, problem, plan), True
+
+
+def _on_device(device: DeviceFacts) -> contextlib.AbstractContextManager[Any]:
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.device(device.index)
+    return contextlib.nullcontext()
+
+
+def _not_eligible_message(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) -> str:
+    if problem.requested is None:
+        lines = [f"{problem.call}: no tier can run this call."]
+        shown = verdicts
+    else:
+        lines = [
+            f"{problem.call}: tier {problem.requested!r} was asked for and cannot run this call."
+        ]
+        shown = {tier: verdicts[tier] for tier in verdicts if tier.name == problem.requested}
+    lines += [f"  {tier.name}: {reason}" for tier, reasons in shown.items() for reason in reasons]
+    others = [tier.name for tier, reasons in verdicts.items() if not reasons]
+    if others:
+        lines.append(f"Leave tier= out, or use one that can: {', '.join(others)}.")
+    lines.append(f"Problem: {problem.describe()}")
+    return "\n".join(lines)
+
+
+def _say(decision: Decision) -> None:
+    problem = decision.problem
+    if decision.cold:
+        log.warning(
+            "%s captured though a faster tier is not ready (%s); call prepare before the capture: %s",
+            decision.tier.name,
+            ", ".join(decision.passed_over),
+            problem.describe(),
+        )
+    elif log.isEnabledFor(logging.INFO):
+        passed_over = "; ".join(f"{n}: {', '.join(r)}" for n, r in decision.passed_over.items())
+        because = f" (passed over {passed_over})" if passed_over else ""
+        log.info("%s runs %s%s", decision.tier.name, problem.describe(), because)
+
+
+def explain(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanation:
+    """Every tier's verdict on a call, which is not run.
+
+    Args:
+        op: the operator, as ``"decode"``, ``"decode.present"`` or ``torch.ops.attn_tiers.decode``.
+        args, kwargs: the operator's own arguments. Meta tensors will do, with ``device=``.
+        device: what to explain for in place of the tensors' device: a device, or ``DeviceFacts`` of
+            one that is not here.
+
+    Raises:
+        ValueError, TypeError: as the operator would for these arguments.
+
+    Example:
+        >>> import torch, torch_attn_tiers
+        >>> q = torch.empty(1, 8, 1, 64, device="meta")
+        >>> kv = torch.empty(1, 2, 16, 64, device="meta")
+        >>> torch_attn_tiers.explain("decode", q, kv, kv, device="cpu").chosen
+        'unfused'
+    """
+    return _explain(_problem(op, args, kwargs, device))
+
+
+def prepare(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanation:
+    """Build the plan of a call and compile its kernels ahead of time, without running it.
+
+    Takes what :func:`explain` takes. Slow builds are done too. Call it before a CUDA graph capture
+    with arguments like those of the captured call: the same shapes, strides, dtypes and options.
+
+    Returns:
+        The explanation afterwards: its ``chosen`` tier is ready.
+
+    Raises:
+        ValueError, TypeError: as the operator would for these arguments.
+        RuntimeError: a capture is under way.
+    """
+    problem = _problem(op, args, kwargs, device)
+    if problem.capturing:
+        raise RuntimeError(
+            "prepare: a CUDA graph is being captured; call prepare before the capture"
+        )
+    _first_that_builds(problem, _examine(problem, preparing=True))
+    _plans.forget_decisions()  # some may stand for a tier that this one now beats
+    return _explain(problem)
+
+
+def _explain(problem: Problem) -> Explanation:
+    verdicts = _examine(problem)
+    chosen = None
+    candidates = _candidates(problem, verdicts)
+    if candidates:
+        with contextlib.suppress(ColdCaptureError):
+            chosen = _pick(problem, candidates)
+    rows = [
+        TierVerdict(
+            tier.name,
+            not reasons,
+            reasons,
+            not reasons and _is_ready(tier, problem),
+            tier is chosen,
+        )
+        for tier, reasons in verdicts.items()
+    ]
+    return Explanation(problem, rows, len(_plans.plans), len(_plans.pinned))
+
+
+def _problem(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any) -> Problem:
+    name = str(op).replace("::", ".").removeprefix("attn_tiers.").removesuffix(".default")
+    if name not in _calls:
+        raise ValueError(f"op is {op!s}; operators with tiers: {', '.join(_calls)}")
+    facts = device
+    if device is not None and not isinstance(device, DeviceFacts):
+        facts = device_facts(device)
+    return _calls[name](*args, facts=facts, **kwargs)
+
+
+def facts_for(tensor: Tensor, facts: DeviceFacts | None) -> DeviceFacts:
+    """Facts of the tensor's device, or ``facts`` in their place."""
+    if facts is not None:
+        return facts
+    if tensor.device.type == "meta":
+        raise ValueError("the tensors are on the meta device: say with device= what they stand for")
+    return device_facts(tensor.device)
+
+
+def is_capturing(device: DeviceFacts) -> bool:
+    """Whether the current stream of ``device`` is being captured into a CUDA graph."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    with torch.cuda.device(device.index):
+        return torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def record_dispatch() -> Iterator[list[DispatchRecord]]:
+    """Collect what runs within a ``with`` block, in all threads, call by call.
+
+    Example:
+        >>> import torch, torch_attn_tiers
+        >>> q, kv = torch.randn(1, 8, 1, 64), torch.randn(1, 2, 16, 64)
+        >>> with torch_attn_tiers.record_dispatch() as calls:
+        ...     _ = torch.ops.attn_tiers.decode(q, kv, kv)
+        >>> [(call.op, call.tier) for call in calls]
+        [('decode', 'unfused')]
+    """
+    recording: list[DispatchRecord] = []
+    _recordings.append(recording)
+    try:
+        yield recording
+    finally:
+        # By identity: two recordings may be equal.
+        _recordings[:] = [other for other in _recordings if other is not recording]
+
+
+def release_captured_plans() -> int:
+    """Let go of the plans that captured graphs have used; returns how many.
+
+    Call it once those graphs will not be replayed any more.
+    """
+    for op in registry.ops():
+        for tier in registry.tiers_of(op):
+            if tier.release is not None:
+                tier.release()
+    return _plans.release()

@@ -1,0 +1,5 @@
+"""Operators: schema, checks, fake kernel. Importing this package registers them with PyTorch."""
+
+from torch_attn_tiers.ops import decode
+
+__all__ = ["decode"]

@@ -1,0 +1,33 @@
+"""Helpers of argument checks. They work on symbolic sizes, so fake kernels share them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def require(condition: bool | torch.SymBool, message: str) -> None:
+    """``ValueError(message)`` unless ``condition``."""
+    torch._check_value(condition, lambda: message)
+
+
+def require_type(condition: bool, message: str) -> None:
+    """``TypeError(message)`` unless ``condition``."""
+    if not condition:
+        raise TypeError(message)
+
+
+def require_same_device(op: str, first: tuple[str, Tensor], **others: Tensor | None) -> None:
+    """``ValueError`` unless all tensors are where the first one is."""
+    name, tensor = first
+    for other, value in others.items():
+        if value is not None and value.device != tensor.device:
+            raise ValueError(
+                f"{op}: {other} is on {value.device} and {name} on {tensor.device}; "
+                "all tensors must be on one device"
+            )
+
+
+def shape_of(tensor: Tensor) -> str:
+    """The shape as in ``(2, 3)``, whether its sizes are numbers or symbols."""
+    return f"({', '.join(str(size) for size in tensor.shape)})"

@@ -1,0 +1,686 @@
+"""``attn_tiers::decode``: attention of new query rows over a KV cache.
+
+===========  ==============================================================================
+overload     returns
+===========  ==============================================================================
+default      ``Y``
+``present``  ``(Y, present_key, present_value)``: takes ``past_key`` and ``past_value``
+``qk``       ``(Y, present_key, present_value, qk_matmul_output)``: also the logits
+===========  ==============================================================================
+
+The meaning is that of the ONNX ``Attention`` operator (opsets 23 to 25), with windows and sinks; see
+``csrc_free_ops/reference/decode.py`` for it in code. Name the overload when you call one that is not
+the default: ``torch.ops.attn_tiers.decode.present(...)``.
+
+Tensors (positional)
+    query ``[B,Hq,Sq,D]`` or ``[B,Sq,Hq*D]``; key, value ``[B,Hkv,T,D|Dv]`` or ``[B,T,Hkv*D|Dv]``, of
+    one rank and one dtype: float16, bfloat16, float32 (float64 in ``unfused``). Any strides.
+    past_key, past_value ``[B,Hkv,P,D|Dv]``: keys in front of the new ones, both or neither.
+    nonpad_kv_seqlen ``[B]`` int32 or int64: how many keys of each row are valid, clamped to
+    ``[0,T]`` on the device; not with past_key. attn_mask: bool (True attends) or numeric (added),
+    aligned from the right with ``[B,Hq,Sq,T]``; a shorter last dimension masks the rest.
+    sinks ``[Hq]``: a logit of each head that joins the denominator only. k_scale, v_scale: for
+    float8 caches, not supported yet.
+Scalars (keyword)
+    is_causal, scale (default ``1/sqrt(D)``), softcap, left_window_size and right_window_size (keys
+    before and after the current one; -1 is unlimited), q_num_heads and kv_num_heads (3-D inputs
+    only), batch_invariant (a row's bits depend on no other row, nor on ``B`` or ``T``), tier (see
+    :func:`torch_attn_tiers.explain`), and for ``qk`` qk_matmul_output_mode: 0 scaled products, 1
+    after softcap, 2 after the mask, 3 after softmax.
+Results
+    ``Y`` ``[B,Hq,Sq,Dv]`` or ``[B,Sq,Hq*Dv]``; present_key, present_value ``[B,Hkv,P+T,D|Dv]``;
+    qk_matmul_output ``[B,Hq,Sq,P+T]``. All new, contiguous, in the query's dtype. A row that sees no
+    key is zero.
+Errors
+    ValueError, TypeError: an argument breaks a rule above. RuntimeError: an input requires grad.
+    TierNotEligibleError, ColdCaptureError: see :mod:`torch_attn_tiers.errors`.
+
+Example:
+    >>> import torch, torch_attn_tiers
+    >>> query = torch.randn(2, 8, 1, 64)
+    >>> cache = torch.randn(2, 2, 128, 64)
+    >>> lengths = torch.tensor([128, 5], dtype=torch.int32)
+    >>> torch.ops.attn_tiers.decode(query, cache, cache, lengths).shape
+    torch.Size([2, 8, 1, 64])
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from csrc_free_ops.facts import (
+    DeviceFacts,
+    broadcast_facts,
+    contiguous_facts,
+    heads_first_facts,
+)
+from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, is_capturing, known
+from torch_attn_tiers.ops.checks import require, require_same_device, require_type, shape_of
+from torch_attn_tiers.ops.registration import define, forbid_grad
+from torch_attn_tiers.options import current
+from torch_attn_tiers.problem import DecodeProblem, dtype_name, library_versions
+from torch_attn_tiers.tier import tier_names
+
+_TENSORS = "Tensor query, Tensor key, Tensor value, "
+_PAST = "Tensor? past_key=None, Tensor? past_value=None, "
+_OPTIONAL = (
+    "Tensor? nonpad_kv_seqlen=None, Tensor? attn_mask=None, Tensor? sinks=None, "
+    "Tensor? k_scale=None, Tensor? v_scale=None, *, "
+)
+_SCALARS = (
+    "bool is_causal=False, float? scale=None, float softcap=0.0, int left_window_size=-1, "
+    "int right_window_size=-1, int? q_num_heads=None, int? kv_num_heads=None, "
+    "bool batch_invariant=False, str? tier=None"
+)
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_SINKS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """The keyword arguments. PyTorch hands over only those that are not at their default."""
+
+    is_causal: bool = False
+    scale: float | None = None
+    softcap: float = 0.0
+    left_window_size: int = -1
+    right_window_size: int = -1
+    q_num_heads: int | None = None
+    kv_num_heads: int | None = None
+    batch_invariant: bool = False
+    tier: str | None = None
+    qk_matmul_output_mode: int | None = None  # of decode.qk only
+
+
+class Sizes(NamedTuple):
+    """The letters of the contract, read off checked arguments."""
+
+    rank: int
+    B: int
+    Hq: int
+    Hkv: int
+    Sq: int
+    P: int
+    T: int
+    D: int
+    Dv: int
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """Shape of ``Y``."""
+        if self.rank == 4:
+            return (self.B, self.Hq, self.Sq, self.Dv)
+        return (self.B, self.Sq, self.Hq * self.Dv)
+
+
+# ---------------------------------------------------------------------------------------------
+# Checks, shared by the kernels, the fake kernels, explain and prepare
+# ---------------------------------------------------------------------------------------------
+
+
+def _check(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    nonpad_kv_seqlen: Tensor | None,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    scalars: Scalars,
+) -> Sizes:
+    """The sizes of a legal call; a ValueError or TypeError for any other."""
+    require_same_device(
+        op,
+        ("query", query),
+        key=key,
+        value=value,
+        past_key=past_key,
+        past_value=past_value,
+        nonpad_kv_seqlen=nonpad_kv_seqlen,
+        attn_mask=attn_mask,
+        sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    _check_dtypes(op, query, key, value, past_key, past_value, k_scale, v_scale)
+    sizes = _check_shapes(op, query, key, value, past_key, past_value, scalars)
+    _check_optional(op, sizes, nonpad_kv_seqlen, attn_mask, sinks, past_key)
+    _check_scalars(op, scalars)
+    return sizes
+
+
+def _check_dtypes(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    require_type(
+        query.dtype in _FLOATS,
+        f"{op}: query is {dtype_name(query.dtype)}; it must be float16, bfloat16, float32 or float64",
+    )
+    tensors = {"key": key, "value": value, "past_key": past_key, "past_value": past_value}
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        require_type(
+            tensor.dtype is not torch.float8_e4m3fn,
+            f"{op}: {name} is float8_e4m3fn; float8 caches are not supported yet, "
+            f"convert it to {dtype_name(query.dtype)}",
+        )
+        require_type(
+            tensor.dtype is query.dtype,
+            f"{op}: {name} is {dtype_name(tensor.dtype)} and query {dtype_name(query.dtype)}; they must "
+            "have one dtype (nothing is cast, under autocast neither): convert one of them",
+        )
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        require(
+            scale is None,
+            f"{op}: {name} is given and key is {dtype_name(key.dtype)}; scales go with float8 caches "
+            "only, which are not supported yet: leave it out",
+        )
+
+
+def _check_shapes(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor | None,
+    past_value: Tensor | None,
+    scalars: Scalars,
+) -> Sizes:
+    rank = query.dim()
+    require(
+        rank in (3, 4),
+        f"{op}: query has shape {shape_of(query)}; it must be [B,Hq,Sq,D] or [B,Sq,Hq*D]",
+    )
+    for name, tensor in (("key", key), ("value", value)):
+        require(
+            tensor.dim() == rank,
+            f"{op}: {name} has shape {shape_of(tensor)} and query {shape_of(query)}; "
+            "query, key and value must have one rank",
+        )
+    B, Hq, Sq, D = _heads_first_shape(op, "query", query, "q_num_heads", scalars.q_num_heads)
+    key_B, Hkv, S, key_D = _heads_first_shape(op, "key", key, "kv_num_heads", scalars.kv_num_heads)
+    value_B, value_H, value_S, Dv = _heads_first_shape(
+        op, "value", value, "kv_num_heads", scalars.kv_num_heads
+    )
+    for name, tensor, size in (("key", key, key_B), ("value", value, value_B)):
+        require(
+            size == B,
+            f"{op}: {name} has shape {shape_of(tensor)}; its batch size {size} must be {B}, the query's",
+        )
+    require(
+        value_H == Hkv,
+        f"{op}: value has {value_H} heads and key {Hkv}; they must agree",
+    )
+    require(
+        value_S == S,
+        f"{op}: value has length {value_S} and key {S}; they must agree",
+    )
+    require(
+        key_D == D,
+        f"{op}: key has head size {key_D} and query {D}; they must agree",
+    )
+    require(
+        Hkv >= 1 and Hq >= 1, f"{op}: query has {Hq} heads and key {Hkv}; each must be at least 1"
+    )
+    require(
+        Hq % Hkv == 0,
+        f"{op}: query has {Hq} heads and key {Hkv}; the first must be a multiple of the second",
+    )
+    require(
+        D >= 1 and Dv >= 1,
+        f"{op}: head sizes are {D} (key) and {Dv} (value); they must be at least 1",
+    )
+
+    require(
+        (past_key is None) == (past_value is None),
+        f"{op}: only one of past_key and past_value is given; give both or neither",
+    )
+    P = 0
+    if past_key is not None and past_value is not None:
+        require(
+            past_key.dim() == 4,
+            f"{op}: past_key has shape {shape_of(past_key)}; it must be [B,Hkv,P,D], whatever the query's rank",
+        )
+        P = past_key.shape[2]
+        for name, past, size in (("past_key", past_key, D), ("past_value", past_value, Dv)):
+            require(
+                past.dim() == 4
+                and past.shape[0] == B
+                and past.shape[1] == Hkv
+                and past.shape[2] == P
+                and past.shape[3] == size,
+                f"{op}: {name} has shape {shape_of(past)}; it must be ({B}, {Hkv}, {P}, {size}), "
+                "that is [B,Hkv,P,D] with one P for past_key and past_value",
+            )
+    return Sizes(rank, B, Hq, Hkv, Sq, P, P + S, D, Dv)
+
+
+def _heads_first_shape(
+    op: str, name: str, tensor: Tensor, heads_name: str, heads: int | None
+) -> tuple[int, int, int, int]:
+    """Batch, heads, length and head size of a 3-D or 4-D input."""
+    if tensor.dim() == 4:
+        require(
+            heads is None,
+            f"{op}: {heads_name}={heads} with a 4-D {name} {shape_of(tensor)}; it goes with 3-D inputs only, "
+            "leave it out",
+        )
+        batch, heads_, length, size = tensor.shape
+        return batch, heads_, length, size
+    batch, length, width = tensor.shape
+    require(
+        heads is not None,
+        f"{op}: {name} has shape {shape_of(tensor)}; 3-D inputs need {heads_name}",
+    )
+    assert heads is not None
+    require(heads >= 1, f"{op}: {heads_name}={heads}; it must be at least 1")
+    require(
+        width % heads == 0,
+        f"{op}: {name} has shape {shape_of(tensor)}; its last dimension must be a multiple of "
+        f"{heads_name}={heads}",
+    )
+    return batch, heads, length, width // heads
+
+
+def _check_optional(
+    op: str,
+    sizes: Sizes,
+    nonpad_kv_seqlen: Tensor | None,
+    attn_mask: Tensor | None,
+    sinks: Tensor | None,
+    past_key: Tensor | None,
+) -> None:
+    if nonpad_kv_seqlen is not None:
+        require(
+            past_key is None,
+            f"{op}: nonpad_kv_seqlen and past_key are both given; lengths are those of a cache that "
+            "already holds its past, give one of them",
+        )
+        require_type(
+            nonpad_kv_seqlen.dtype in (torch.int32, torch.int64),
+            f"{op}: nonpad_kv_seqlen is {dtype_name(nonpad_kv_seqlen.dtype)}; it must be int32 or int64",
+        )
+        require(
+            nonpad_kv_seqlen.dim() == 1 and nonpad_kv_seqlen.shape[0] == sizes.B,
+            f"{op}: nonpad_kv_seqlen has shape {shape_of(nonpad_kv_seqlen)}; it must be ({sizes.B},), "
+            "one length for each batch row",
+        )
+    if sinks is not None:
+        require_type(
+            sinks.dtype in _SINKS,
+            f"{op}: sinks is {dtype_name(sinks.dtype)}; it must be float32, float16 or bfloat16",
+        )
+        require(
+            sinks.dim() == 1 and sinks.shape[0] == sizes.Hq,
+            f"{op}: sinks has shape {shape_of(sinks)}; it must be ({sizes.Hq},), one for each query head",
+        )
+    if attn_mask is not None:
+        _check_mask(op, sizes, attn_mask)
+
+
+def _check_mask(op: str, sizes: Sizes, attn_mask: Tensor) -> None:
+    aligned = f"({sizes.B}, {sizes.Hq}, {sizes.Sq}, {sizes.T})"
+    require_type(
+        not attn_mask.is_complex() and attn_mask.element_size() >= 1,
+        f"{op}: attn_mask is {dtype_name(attn_mask.dtype)}; it must be bool or a real number",
+    )
+    require(
+        1 <= attn_mask.dim() <= 4,
+        f"{op}: attn_mask has shape {shape_of(attn_mask)}; its rank must be 1 to 4, aligned from the "
+        f"right with {aligned}",
+    )
+    leading = (sizes.B, sizes.Hq, sizes.Sq)[4 - attn_mask.dim() :]
+    for dim, size in enumerate(leading):
+        require(
+            attn_mask.shape[dim] == 1 or attn_mask.shape[dim] == size,
+            f"{op}: attn_mask has shape {shape_of(attn_mask)}; dimension {dim} must be 1 or {size} to "
+            f"broadcast to {aligned}",
+        )
+    require(
+        attn_mask.shape[-1] <= sizes.T,
+        f"{op}: attn_mask has shape {shape_of(attn_mask)}; its last dimension must not exceed the "
+        f"{sizes.T} keys (a shorter one masks the rest)",
+    )
+
+
+def _check_scalars(op: str, scalars: Scalars) -> None:
+    scale = scalars.scale
+    require(
+        scale is None or 0 < scale < math.inf,
+        f"{op}: scale={scale}; it must be positive and finite (None is 1/sqrt(D))",
+    )
+    require(
+        0 <= scalars.softcap < math.inf,
+        f"{op}: softcap={scalars.softcap}; it must be finite and not negative (0 is none)",
+    )
+    for name in ("left_window_size", "right_window_size"):
+        size = getattr(scalars, name)
+        require(size >= -1, f"{op}: {name}={size}; it must be at least -1 (-1 is unlimited)")
+    mode = scalars.qk_matmul_output_mode
+    require(
+        mode is None or 0 <= mode <= 3,
+        f"{op}: qk_matmul_output_mode={mode}; it must be 0 (products), 1 (after softcap), "
+        "2 (after the mask) or 3 (after softmax)",
+    )
+    names = tier_names("decode")
+    require(
+        scalars.tier is None or scalars.tier in names,
+        f"{op}: tier={scalars.tier!r}; it must be None or one of {', '.join(names)}",
+    )
+
+
+# ---------------------------------------------------------------------------------------------
+# The problem
+# ---------------------------------------------------------------------------------------------
+
+
+def _problem(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    nonpad_kv_seqlen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    facts: DeviceFacts | None = None,
+    **keywords: Any,
+) -> DecodeProblem:
+    """The problem of a checked call, in canonical form."""
+    if op == "decode.qk":
+        keywords.setdefault("qk_matmul_output_mode", 0)
+    elif "qk_matmul_output_mode" in keywords:
+        raise TypeError(f"{op}: qk_matmul_output_mode goes with decode.qk only")
+    scalars = Scalars(**keywords)
+    sizes = _check(
+        op,
+        query,
+        key,
+        value,
+        past_key,
+        past_value,
+        nonpad_kv_seqlen,
+        attn_mask,
+        sinks,
+        k_scale,
+        v_scale,
+        scalars,
+    )
+    B, Hq, Hkv, T = sizes.B, sizes.Hq, sizes.Hkv, sizes.T
+    if op == "decode":
+        key_facts = heads_first_facts(key, Hkv)
+        value_facts = heads_first_facts(value, Hkv)
+    else:  # the tier is given present_key and present_value
+        key_facts = contiguous_facts((B, Hkv, T, sizes.D), key.dtype)
+        value_facts = contiguous_facts((B, Hkv, T, sizes.Dv), value.dtype)
+    is_causal, left_window, right_window = _canonical_window(
+        sizes, nonpad_kv_seqlen is not None, scalars
+    )
+    options = current()
+    device = facts_for(query, facts)
+    return DecodeProblem(
+        call=op,
+        device=device,
+        versions=library_versions(),
+        requested=scalars.tier or options.forced("decode"),
+        jit=options.jit,
+        capturing=is_capturing(device),
+        query=heads_first_facts(query, Hq),
+        key=key_facts,
+        value=value_facts,
+        rank=sizes.rank,
+        lengths_dtype=None if nonpad_kv_seqlen is None else nonpad_kv_seqlen.dtype,
+        mask=None if attn_mask is None else broadcast_facts(attn_mask, (B, Hq, sizes.Sq)),
+        sinks_dtype=None if sinks is None else sinks.dtype,
+        is_causal=is_causal,
+        past_len=sizes.P,
+        scale=1 / math.sqrt(sizes.D) if scalars.scale is None else scalars.scale,
+        softcap=scalars.softcap,
+        left_window=left_window,
+        right_window=right_window,
+        qk_mode=scalars.qk_matmul_output_mode,
+        batch_invariant=scalars.batch_invariant,
+        scaled=k_scale is not None or v_scale is not None,
+    )
+
+
+def _canonical_window(sizes: Sizes, has_lengths: bool, scalars: Scalars) -> tuple[bool, int, int]:
+    """Causality and windows, without what hides nothing whatever the lengths are.
+
+    A row stands at ``p = i + offset``, with ``-Sq <= p < T`` if there are lengths, else from ``P`` to
+    ``P + Sq - 1``; it sees keys from ``p - left`` to ``p + right``.
+    """
+    last = sizes.T - 1 if has_lengths else sizes.P + sizes.Sq - 1
+    first = -sizes.Sq if has_lengths else sizes.P
+    is_causal, left, right = scalars.is_causal, scalars.left_window_size, scalars.right_window_size
+    if right == 0:
+        is_causal = True  # the same rule
+    if has_lengths and sizes.Sq == 1:
+        is_causal, right = False, -1  # the row stands at the last valid key
+    if is_causal and first >= sizes.T - 1:
+        is_causal = False
+    if is_causal or right >= sizes.T - 1 - first:
+        right = -1
+    if left >= last:
+        left = -1
+    return is_causal, left, right
+
+
+def _default_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    nonpad_kv_seqlen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    **keywords: Any,
+) -> DecodeProblem:
+    """:func:`_problem` for the default overload, which has no past."""
+    optional = (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
+    return _problem("decode", query, key, value, None, None, *optional, **keywords)
+
+
+_present_problem = functools.partial(_problem, "decode.present")
+_qk_problem = functools.partial(_problem, "decode.qk")
+
+
+# ---------------------------------------------------------------------------------------------
+# Kernels
+# ---------------------------------------------------------------------------------------------
+
+
+def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What of a tensor goes into the flat key: all that a problem takes from it."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
+
+
+def _decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    nonpad_kv_seqlen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    **scalars: Any,
+) -> Tensor:
+    optional = (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
+    forbid_grad("decode", query, key, value, *optional)
+    options = current()
+    flat = ("decode", options, *map(_layout, (query, key, value, *optional)), *scalars.items())
+    decision = known(flat)
+    if decision is None:
+        decision = decide(flat, _default_problem(query, key, value, *optional, **scalars))
+    if options.check:
+        _check_values(decision, nonpad_kv_seqlen)
+    return decision(
+        query, key, value, _dense(nonpad_kv_seqlen), attn_mask, _dense(sinks), k_scale, v_scale
+    )
+
+
+def _decode_with_present(
+    op: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    past_key: Tensor | None = None,
+    past_value: Tensor | None = None,
+    nonpad_kv_seqlen: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    **scalars: Any,
+) -> tuple[Any, Tensor, Tensor]:
+    tensors = (query, key, value, past_key, past_value)
+    tensors += (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
+    forbid_grad(op, *tensors)
+    options = current()
+    flat = (op, options, *map(_layout, tensors), *scalars.items())
+    decision = known(flat)
+    if decision is None:
+        decision = decide(flat, _problem(op, *tensors, **scalars))
+    if options.check:
+        _check_values(decision, nonpad_kv_seqlen)
+    problem = decision.problem
+    present_key = _concatenate(past_key, key, problem.key.shape)
+    present_value = _concatenate(past_value, value, problem.value.shape)
+    optional = (_dense(nonpad_kv_seqlen), attn_mask, _dense(sinks), k_scale, v_scale)
+    return decision(query, present_key, present_value, *optional), present_key, present_value
+
+
+def _decode_present(*tensors: Tensor | None, **scalars: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _decode_with_present("decode.present", *tensors, **scalars)
+
+
+def _decode_qk(*tensors: Tensor | None, **scalars: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (output, products), present_key, present_value = _decode_with_present(
+        "decode.qk", *tensors, **scalars
+    )
+    return output, present_key, present_value, products
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    """Lengths and sinks as kernels read them: one value after the other."""
+    return tensor if tensor is None else tensor.contiguous()
+
+
+def _concatenate(past: Tensor | None, new: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``concat(past, new)`` along the keys as a new contiguous tensor of ``shape`` ``[B,Hkv,T,D]``."""
+    B, heads, _, size = shape
+    if new.dim() == 3:
+        new = new.view(B, new.shape[1], heads, size).transpose(1, 2)
+    # Not the layout that cat and clone would choose: it depends on the strides of the inputs.
+    present = new.new_empty(shape)
+    if past is None:
+        return present.copy_(new)
+    return torch.cat([past, new], 2, out=present)
+
+
+def _check_values(decision: Decision, nonpad_kv_seqlen: Tensor | None) -> None:
+    """Under the ``check`` option: raise for a length that would be clamped."""
+    problem = decision.problem
+    if nonpad_kv_seqlen is None or is_capturing(problem.device):
+        return
+    bad = (nonpad_kv_seqlen < 0) | (nonpad_kv_seqlen > problem.T)
+    if bad.any():
+        raise ValueError(
+            f"decode: nonpad_kv_seqlen is {nonpad_kv_seqlen.tolist()}; each length must lie between 0 "
+            f"and the capacity {problem.T}"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# Fake kernels
+# ---------------------------------------------------------------------------------------------
+
+
+def _fake_sizes(op: str, *tensors: Tensor | None, **scalars: Any) -> Sizes:
+    forbid_grad(op, *tensors)
+    padding = (None,) * (10 - len(tensors))
+    return _check(op, *tensors, *padding, scalars=Scalars(**scalars))
+
+
+def _decode_fake(
+    query: Tensor, key: Tensor, value: Tensor, *optional: Tensor | None, **scalars: Any
+) -> Tensor:
+    sizes = _fake_sizes("decode", query, key, value, None, None, *optional, **scalars)
+    return query.new_empty(sizes.output)
+
+
+def _decode_present_fake(
+    query: Tensor, *tensors: Tensor | None, **scalars: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = _fake_sizes("decode.present", query, *tensors, **scalars)
+    B, Hkv, T = sizes.B, sizes.Hkv, sizes.T
+    present_key = query.new_empty(B, Hkv, T, sizes.D)
+    present_value = query.new_empty(B, Hkv, T, sizes.Dv)
+    return query.new_empty(sizes.output), present_key, present_value
+
+
+def _decode_qk_fake(
+    query: Tensor, *tensors: Tensor | None, qk_matmul_output_mode: int = 0, **scalars: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scalars["qk_matmul_output_mode"] = qk_matmul_output_mode
+    sizes = _fake_sizes("decode.qk", query, *tensors, **scalars)
+    B, Hkv, T = sizes.B, sizes.Hkv, sizes.T
+    present_key = query.new_empty(B, Hkv, T, sizes.D)
+    present_value = query.new_empty(B, Hkv, T, sizes.Dv)
+    products = query.new_empty(B, sizes.Hq, sizes.Sq, T)
+    return query.new_empty(sizes.output), present_key, present_value, products
+
+
+# ---------------------------------------------------------------------------------------------
+# Registration: the default overload first, a call by the packet takes the first that matches
+# ---------------------------------------------------------------------------------------------
+
+define(
+    "attn_tiers::decode",
+    f"({_TENSORS}{_OPTIONAL}{_SCALARS}) -> Tensor",
+    _decode,
+    _decode_fake,
+)
+define(
+    "attn_tiers::decode.present",
+    f"({_TENSORS}{_PAST}{_OPTIONAL}{_SCALARS}) -> (Tensor, Tensor, Tensor)",
+    _decode_present,
+    _decode_present_fake,
+)
+define(
+    "attn_tiers::decode.qk",
+    f"({_TENSORS}{_PAST}{_OPTIONAL}{_SCALARS}, int qk_matmul_output_mode=0) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _decode_qk,
+    _decode_qk_fake,
+)
+define_call("decode", _default_problem)
+define_call("decode.present", _present_problem)
+define_call("decode.qk", _qk_problem)

@@ -1,0 +1,62 @@
+"""How an operator reaches PyTorch: declared with ``custom_op``, called without its overhead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, custom_op, fallthrough_kernel
+
+#: Backends with a kernel of their own in the dispatcher; others go through custom_op.
+DIRECT_BACKENDS = ("CPU", "CUDA")
+
+#: Holds the direct kernels. If it were collected they would vanish without a word.
+_libraries: dict[str, Library] = {}
+
+
+def define(
+    name: str,
+    schema: str,
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    mutates: Sequence[str] = (),
+) -> None:
+    """Register ``kernel`` as the inference-only operator ``name`` ("library::op.overload").
+
+    ``custom_op`` alone costs some 20 µs a call with ten tensors (its autograd wrapper). The kernel is
+    therefore registered again for CPU and CUDA directly, and autograd is passed through: the kernel
+    and the fake must call :func:`forbid_grad`. A mutating kernel must call :func:`mark_written`.
+    """
+    op = custom_op(name, mutates_args=tuple(mutates), schema=schema)(kernel)
+    op.register_fake(fake)
+
+    namespace, _, qualified = name.partition("::")
+    if namespace not in _libraries:
+        _libraries[namespace] = Library(namespace, "IMPL")
+    library = _libraries[namespace]
+    direct = torch.compiler.disable(kernel)  # else Dynamo traces into the choice of a tier
+    for backend in DIRECT_BACKENDS:
+        library.impl(qualified, direct, backend, allow_override=True)
+        library.impl(qualified, fallthrough_kernel, f"Autograd{backend}", allow_override=True)
+    if mutates:
+        library.impl(qualified, fallthrough_kernel, "ADInplaceOrView", allow_override=True)
+
+
+def forbid_grad(op: str, *tensors: Tensor | None) -> None:
+    """Raise if gradients would be lost: grad mode is on and an input requires grad."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                raise RuntimeError(
+                    f"attn_tiers::{op} is inference-only and an input requires grad; "
+                    "call it under torch.no_grad() or torch.inference_mode(), or detach the input"
+                )
+
+
+def mark_written(*tensors: Tensor) -> None:
+    """Tell autograd that ``tensors`` have been written in place."""
+    for tensor in tensors:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)

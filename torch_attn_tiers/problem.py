@@ -1,0 +1,160 @@
+"""The frozen facts of a call that a tier's predicates may see: never a tensor, never its values."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from dataclasses import dataclass, field
+
+import torch
+
+from csrc_free_ops.facts import DeviceFacts, TensorFacts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What every operator's problem has.
+
+    Two problems are equal if one plan serves both, so the fields that say how the call came about
+    take no part in the comparison.
+    """
+
+    op: str
+    device: DeviceFacts
+    #: Versions of the libraries that plans depend on.
+    versions: tuple[tuple[str, str], ...] = ()
+
+    #: The overload as a user names it, e.g. "decode.present".
+    call: str = field(compare=False)
+    #: The tier asked for by ``tier=`` or an option.
+    requested: str | None = field(default=None, compare=False)
+    #: Builds of many seconds are allowed within a call.
+    jit: bool = field(default=False, compare=False)
+    #: A CUDA graph capture is under way.
+    capturing: bool = field(default=False, compare=False)
+
+    def describe(self) -> str:
+        """The problem on one line."""
+        return f"{self.call} on {self.device}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeProblem(Problem):
+    """One ``decode`` call, in canonical form.
+
+    Tensors are described as 4-D views whatever the rank of the call, the default scale is filled in,
+    and causality or a window that hides nothing is not there.
+    """
+
+    op: str = "decode"
+    query: TensorFacts  # [B,Hq,Sq,D]
+    key: TensorFacts  # [B,Hkv,T,D], past keys included
+    value: TensorFacts  # [B,Hkv,T,Dv]
+    #: Rank of the query and of Y: 3 or 4.
+    rank: int
+    #: int32 or int64 with ``nonpad_kv_seqlen``, else None.
+    lengths_dtype: torch.dtype | None
+    #: [B,Hq,Sq,Tm] with stride 0 where it is broadcast; keys from Tm on are masked.
+    mask: TensorFacts | None
+    sinks_dtype: torch.dtype | None
+    is_causal: bool
+    #: Keys before the query rows: P with ``past_key``, else 0. No meaning with lengths.
+    past_len: int
+    scale: float
+    softcap: float
+    left_window: int
+    right_window: int
+    #: ``qk_matmul_output_mode``; None if the products are not asked for.
+    qk_mode: int | None
+    batch_invariant: bool
+    #: ``k_scale`` or ``v_scale`` is given.
+    scaled: bool = False
+
+    @property
+    def B(self) -> int:
+        return self.query.shape[0]
+
+    @property
+    def Hq(self) -> int:
+        return self.query.shape[1]
+
+    @property
+    def Hkv(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def G(self) -> int:
+        return self.Hq // self.Hkv
+
+    @property
+    def Sq(self) -> int:
+        return self.query.shape[2]
+
+    @property
+    def T(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def D(self) -> int:
+        return self.query.shape[3]
+
+    @property
+    def Dv(self) -> int:
+        return self.value.shape[3]
+
+    @property
+    def mask_kind(self) -> str | None:
+        """ "bool", "additive" or None."""
+        if self.mask is None:
+            return None
+        return "bool" if self.mask.dtype is torch.bool else "additive"
+
+    @property
+    def offset_rule(self) -> str:
+        """Where query row 0 stands: "lengths" (n - Sq), "past" (P) or "none" (0)."""
+        if self.lengths_dtype is not None:
+            return "lengths"
+        return "past" if self.past_len else "none"
+
+    def describe(self) -> str:
+        """The problem on one line."""
+        words = [
+            f"{self.call} {dtype_name(self.query.dtype)}",
+            f"B={self.B} Hq={self.Hq} Hkv={self.Hkv} Sq={self.Sq} T={self.T} D={self.D} Dv={self.Dv}",
+        ]
+        if self.lengths_dtype is not None:
+            words.append(f"lengths={dtype_name(self.lengths_dtype)}")
+        if self.mask is not None:
+            words.append(f"mask={dtype_name(self.mask.dtype)}")
+        if self.sinks_dtype is not None:
+            words.append("sinks")
+        if self.past_len:
+            words.append(f"past={self.past_len}")
+        if self.is_causal:
+            words.append("causal")
+        if self.left_window >= 0 or self.right_window >= 0:
+            words.append(f"window=({self.left_window},{self.right_window})")
+        if self.softcap > 0:
+            words.append(f"softcap={self.softcap:g}")
+        if self.qk_mode is not None:
+            words.append(f"qk_mode={self.qk_mode}")
+        if self.batch_invariant:
+            words.append("batch_invariant")
+        return " ".join(words) + f" on {self.device}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float16"`` for ``torch.float16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def library_versions() -> tuple[tuple[str, str], ...]:
+    """Installed versions of PyTorch and Triton."""
+    versions = [("torch", torch.__version__)]
+    for name in ("triton",):
+        try:
+            versions.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return tuple(versions)

@@ -1,0 +1,184 @@
+"""Tiers: implementations of an operator, with the reasons for which one cannot take a problem."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_attn_tiers.problem import Problem
+
+log = logging.getLogger("torch_attn_tiers")
+
+#: Looks at a problem and returns None, or in words why the tier cannot take it.
+Predicate = Callable[[Any], "str | None"]
+#: Runs one problem: takes the operator's tensors, returns the operator's results.
+Plan = Callable[..., Any]
+
+ENTRY_POINT_GROUP = "torch_attn_tiers.tiers"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Tier:
+    """One implementation of an operator.
+
+    A plan of ``decode`` is called as ``plan(query, key, value, nonpad_kv_seqlen, attn_mask, sinks,
+    k_scale, v_scale)`` with the user's tensors, where key and value have the past in front and
+    lengths and sinks are dense. It returns ``Y``, or ``(Y, qk)`` if ``problem.qk_mode`` is not None:
+    new contiguous tensors in the query's dtype.
+    """
+
+    #: The operator, e.g. "decode".
+    op: str
+    name: str
+    predicates: Sequence[Predicate]
+    #: Makes the plan, compiling what is needed. An exception marks the tier unfit for the problem.
+    build: Callable[[Any], Plan]
+    #: Whether ``build`` would compile nothing and be safe inside a CUDA graph capture.
+    ready: Callable[[Any], bool] = lambda problem: True
+    #: A kernel made for the operator. The others never stand in for a cold one in a capture.
+    kernel_tier: bool = True
+    #: ``build`` takes many seconds: only by ``prepare``, ``tier=`` or ``ATTN_TIERS_JIT=1``.
+    slow_build: bool = False
+    #: Called by ``release_captured_plans`` to drop what captured graphs kept alive.
+    release: Callable[[], None] | None = None
+
+    def reasons(self, problem: Problem) -> list[str]:
+        """Why this tier cannot take ``problem``: one sentence for each rule; empty if it can."""
+        found = []
+        for predicate in self.predicates:
+            try:
+                reason = predicate(problem)
+            except Exception as error:  # of another package, perhaps: it must not end the call
+                log.exception("tier %s: a predicate failed on %s", self.name, problem.describe())
+                reason = f"its predicate failed: {type(error).__name__}: {error}"
+            if reason is not None:
+                found.append(reason)
+        return found
+
+
+class TierHandle:
+    """Returned by :func:`register_tier`. ``remove()``, or leaving it as a context, unregisters."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+
+    def remove(self) -> None:
+        with _lock:
+            if self._tier in _cascades[self._tier.op]:
+                _cascades[self._tier.op].remove(self._tier)
+        _changed()
+
+    def __enter__(self) -> TierHandle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+_lock = threading.RLock()
+_cascades: dict[str, list[Tier]] = {}
+_listeners: list[Callable[[], None]] = []
+_entry_points_loaded = False
+
+
+def define_op(op: str, cascade: Sequence[Tier]) -> None:
+    """Declare an operator that has tiers, best first."""
+    _cascades[op] = list(cascade)
+
+
+def ops() -> tuple[str, ...]:
+    """Operators that have tiers."""
+    return tuple(_cascades)
+
+
+def tiers_of(op: str) -> tuple[Tier, ...]:
+    """The tiers of ``op`` in the cascade's order."""
+    _load_entry_points()
+    return tuple(_cascades[op])
+
+
+def tier_names(op: str) -> tuple[str, ...]:
+    """Names of the tiers of ``op`` in the cascade's order."""
+    return tuple(tier.name for tier in tiers_of(op))
+
+
+def register_tier(tier: Tier, *, before: str | None = None) -> TierHandle:
+    """Add a tier to an operator's cascade.
+
+    Args:
+        tier: the tier; its name must be new.
+        before: the tier that it goes ahead of. By default a kernel tier comes after the other
+            kernel tiers, and any other one ahead of the last, which takes everything.
+
+    Returns:
+        A handle with ``remove()``, also usable in a ``with`` statement.
+
+    Raises:
+        ValueError: unknown operator or ``before``, or a name that is taken.
+    """
+    if tier.op not in _cascades:
+        raise ValueError(
+            f"register_tier: op is {tier.op!r}; operators with tiers: {', '.join(ops())}"
+        )
+    with _lock:
+        cascade = _cascades[tier.op]
+        names = [other.name for other in cascade]
+        if tier.name in names:
+            raise ValueError(f"register_tier: {tier.op} already has a tier named {tier.name!r}")
+        if before is not None:
+            if before not in names:
+                raise ValueError(
+                    f"register_tier: before={before!r} is no tier of {tier.op}: {', '.join(names)}"
+                )
+            position = names.index(before)
+        elif tier.kernel_tier:
+            position = sum(1 for other in cascade if other.kernel_tier)
+        else:
+            position = len(cascade) - 1
+        cascade.insert(position, tier)
+    _changed()
+    return TierHandle(tier)
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Call ``listener`` whenever a cascade has changed."""
+    _listeners.append(listener)
+
+
+def _changed() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def all_names() -> set[str]:
+    """Every ``op:tier``, of registered tiers and of entry points, none of which is loaded.
+
+    An entry point is therefore named ``op.tier``.
+    """
+    names = {f"{op}:{tier.name}" for op, cascade in _cascades.items() for tier in cascade}
+    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+    return names | {point.name.replace(".", ":", 1) for point in points}
+
+
+def _load_entry_points() -> None:
+    """Register the tiers of other packages, once. A broken package is logged and skipped."""
+    global _entry_points_loaded
+    if _entry_points_loaded:
+        return
+    with _lock:
+        if _entry_points_loaded:
+            return
+        _entry_points_loaded = True
+        for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+            try:
+                loaded = point.load()
+                if isinstance(loaded, Tier):
+                    register_tier(loaded)
+                else:
+                    loaded()
+            except Exception:
+                log.exception("entry point %s = %s is broken: skipped", point.name, point.value)

@@ -1,0 +1,6 @@
+"""Implementations of the operators, one folder for each, best first."""
+
+from torch_attn_tiers.tier import define_op
+from torch_attn_tiers.tiers.decode import CASCADE as DECODE
+
+define_op("decode", DECODE)

@@ -1,0 +1,6 @@
+"""Tiers of ``decode``, each with its predicates and its launch in a file of its own."""
+
+from torch_attn_tiers.tiers.decode import unfused
+
+#: The cascade: the order of preference where nothing has been measured.
+CASCADE = (unfused.TIER,)
