@@ -9,7 +9,7 @@ import torch
 from rich.table import Table
 
 from torch_attn_tiers.cli import environment
-from torch_attn_tiers.cli.console import console
+from torch_attn_tiers.cli.console import console, print_table
 from torch_attn_tiers.cli.problem_args import add_problem_options, decode_call
 
 
@@ -23,17 +23,17 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints three tables and returns 0: a missing library is a fact, not a failure."""
     out = console()
-    out.print(_versions())
+    print_table(out, "Versions", _versions())
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-    out.print(_devices(devices))
+    print_table(out, "Devices", _devices(devices))
     for device in devices:
-        out.print(_tiers(device))
+        print_table(out, *_tiers(device))
     return 0
 
 
 def _versions() -> Table:
-    table = Table(title="Versions", title_justify="left")
+    table = Table()
     table.add_column("package")
     table.add_column("version")
     table.add_column("used for")
@@ -43,7 +43,7 @@ def _versions() -> Table:
 
 
 def _devices(devices: list[torch.device]) -> Table:
-    table = Table(title="Devices", title_justify="left")
+    table = Table()
     table.add_column("device")
     table.add_column("what it is")
     for device in devices:
@@ -53,8 +53,8 @@ def _devices(devices: list[torch.device]) -> Table:
     return table
 
 
-def _tiers(device: torch.device) -> Table:
-    """The verdicts on one plain decode step, a batch of one over 4096 keys."""
+def _tiers(device: torch.device) -> tuple[str, Table]:
+    """A title and the verdicts on one plain decode step, a batch of one over 4096 keys."""
     import torch_attn_tiers
 
     parser = argparse.ArgumentParser()
@@ -63,10 +63,8 @@ def _tiers(device: torch.device) -> Table:
     query = tensors[0]
     assert query is not None
     dtype = str(query.dtype).removeprefix("torch.")
-    table = Table(
-        title=f"Tiers of decode on {device} (one {dtype} query row over 4096 keys of 8 heads)",
-        title_justify="left",
-    )
+    title = f"Tiers of decode on {device} (one {dtype} query row over 4096 keys of 8 heads)"
+    table = Table()
     table.add_column("tier")
     table.add_column("usable")
     table.add_column("why not")
@@ -76,4 +74,4 @@ def _tiers(device: torch.device) -> Table:
         if verdict.name == explanation.chosen:
             usable += ", chosen"
         table.add_row(verdict.name, usable, "; ".join(verdict.reasons))
-    return table
+    return title, table

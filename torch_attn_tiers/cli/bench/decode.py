@@ -257,7 +257,7 @@ def _check(side: Side, recording: Recording, row: dict[str, Any], inputs: Inputs
 
 
 def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip()[:400]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def _free(device: torch.device) -> None:

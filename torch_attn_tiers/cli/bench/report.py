@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from torch_attn_tiers.cli.bench.peers import PEERS
-from torch_attn_tiers.cli.console import console
+from torch_attn_tiers.cli.console import console, print_table
 
 
 def judge_case(row: dict[str, Any], copy_rate: float) -> None:
@@ -85,31 +85,33 @@ def print_report(result: dict[str, Any]) -> None:
     """Prints our table, the peers' table and the gaps."""
     out = console()
     rows = result["cases"]
-    out.print(_our_table(result))
+    title = (
+        f"decode, {result['dtype']}, on {result['device']['name']}: medians of"
+        f" {result['repeats']}, {result['clock']}; copy {result['copy_tb_per_s']:.2f} TB/s"
+    )
+    print_table(out, title, _our_table(result))
     if result["peers"] or any(len(row["sides"]) > 1 for row in rows):
-        out.print(_side_table(rows))
+        title = "Median us a call, each peer by its fastest way (host us of an eager call)"
+        print_table(out, title, _side_table(rows))
     for row in rows:
         for side in row["sides"]:
             if side["peer"] is None and "failure" in side:
-                out.print(f"FAILED {row['case']} {side['side']}: {side['failure']}")
+                out.print(f"FAILED {row['case']} {side['side']}: {side['failure']}", soft_wrap=True)
         if result["peers"]:
             for name, why in row["gaps"].items():
-                out.print(f"gap {row['case']} {name}: {why}")
+                out.print(f"gap {row['case']} {name}: {why}", soft_wrap=True)
     summary = result["summary"]
     if summary["rows_with_ratio"]:
         out.print(
             f"ratio to the best peer: geometric mean {summary['geometric_mean']:.3f},"
             f" worst {summary['worst_ratio']:.3f}, faster than every peer in"
-            f" {summary['faster_rows']} of {summary['rows_with_ratio']} rows"
+            f" {summary['faster_rows']} of {summary['rows_with_ratio']} rows",
+            soft_wrap=True,
         )
 
 
 def _our_table(result: dict[str, Any]) -> Table:
-    title = (
-        f"decode, {result['dtype']}, on {result['device']['name']}: medians of"
-        f" {result['repeats']}, {result['clock']}; copy {result['copy_tb_per_s']:.2f} TB/s"
-    )
-    table = Table(title=title, title_justify="left")
+    table = Table()
     table.add_column("case")
     for heading in (
         "KV MB", "sets", "floor us", "ours us", "tier", "x floor",
@@ -137,9 +139,9 @@ def _our_table(result: dict[str, Any]) -> Table:
 
 
 def _side_table(rows: list[dict[str, Any]]) -> Table:
-    """Median microseconds of every side; for a peer with several the fastest, host time below."""
+    """Median microseconds of our sides and of the fastest right side of each peer."""
     ours = list(dict.fromkeys(s["side"] for r in rows for s in r["sides"] if s["peer"] is None))
-    table = Table(title="median us a call (host us of an eager call)", title_justify="left")
+    table = Table()
     table.add_column("case")
     for name in ours:
         table.add_column(name, justify="right")
