@@ -1,6 +1,6 @@
 """Tiers of ``decode``, each with its predicates and its launch in a file of its own."""
 
-from torch_attn_tiers.tiers.decode import unfused
+from torch_attn_tiers.tiers.decode import flash, mea, unfused
 
 #: The cascade: the order of preference where nothing has been measured.
-CASCADE = (unfused.TIER,)
+CASCADE = (flash.TIER, mea.TIER, unfused.TIER)

@@ -7,11 +7,13 @@ from torch import Tensor
 from csrc_free_ops.reference import decode, decode_batch_invariant
 from torch_attn_tiers.problem import DecodeProblem
 from torch_attn_tiers.tier import Plan, Tier
+from torch_attn_tiers.tiers.decode.layout import heads_first, output_shape
 
 
 def _build(problem: DecodeProblem) -> Plan:
-    compute = decode_batch_invariant if problem.batch_invariant else decode
-    B, Hq, Sq, Dv = problem.B, problem.Hq, problem.Sq, problem.Dv
+    attention = decode_batch_invariant if problem.batch_invariant else decode
+    Hq, Hkv = problem.Hq, problem.Hkv
+    shape = output_shape(problem)
 
     def plan(
         query: Tensor,
@@ -23,10 +25,10 @@ def _build(problem: DecodeProblem) -> Plan:
         k_scale: None,
         v_scale: None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        attention, products = compute(
+        result, products = attention(
             heads_first(query, Hq),
-            heads_first(key, problem.Hkv),
-            heads_first(value, problem.Hkv),
+            heads_first(key, Hkv),
+            heads_first(value, Hkv),
             nonpad_kv_seqlen,
             attn_mask,
             sinks,
@@ -39,24 +41,13 @@ def _build(problem: DecodeProblem) -> Plan:
             qk_matmul_output_mode=problem.qk_mode,
         )
         # Copies into new memory, so that the strides are those that the fake kernel promises.
-        if problem.rank == 4:
-            output = query.new_empty(B, Hq, Sq, Dv).copy_(attention)
-        else:
-            output = query.new_empty(B, Sq, Hq * Dv)
-            output.view(B, Sq, Hq, Dv).copy_(attention.transpose(1, 2))
+        output = query.new_empty(shape)
+        heads_first(output, Hq).copy_(result)
         if products is None:
             return output
         return output, query.new_empty(products.shape).copy_(products)
 
     return plan
-
-
-def heads_first(tensor: Tensor, heads: int) -> Tensor:
-    """The view ``[B,heads,S,D]`` of a tensor ``[B,heads,S,D]`` or ``[B,S,heads*D]``."""
-    if tensor.dim() == 4:
-        return tensor
-    batch, length, width = tensor.shape
-    return tensor.view(batch, length, heads, width // heads).transpose(1, 2)
 
 
 TIER = Tier(op="decode", name="unfused", predicates=(), build=_build, kernel_tier=False)

@@ -1,0 +1,141 @@
+"""Our split-KV kernel in Triton (``csrc_free_ops.decode``)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torch_attn_tiers.problem import DecodeProblem, dtype_name
+from torch_attn_tiers.tier import Plan, Tier
+from torch_attn_tiers.tiers.decode.layout import output_shape
+
+if TYPE_CHECKING:
+    from csrc_free_ops.decode import SplitKVPlan
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _no_triton(problem: DecodeProblem) -> str | None:
+    return None if _triton_is_installed() else "the package triton is not installed"
+
+
+def _device(problem: DecodeProblem) -> str | None:
+    device = problem.device
+    if device.type == "cpu":
+        if not device.interpret:
+            return "no CPU kernel: runs there by Triton's interpreter only (TRITON_INTERPRET=1)"
+        if problem.requested != "flash":
+            return "Triton's interpreter runs on the CPU when asked for only, by tier='flash'"
+        return None
+    if device.type != "cuda":
+        return f"runs on CUDA and ROCm devices, not on {device.type}"
+    is_nvidia = device.arch.startswith("sm_")
+    if is_nvidia and device.capability is not None and device.capability < (8, 0):
+        major, minor = device.capability
+        return f"needs compute capability 8.0 or newer, the device has {major}.{minor}"
+    return None
+
+
+def _dtype(problem: DecodeProblem) -> str | None:
+    dtype = problem.query.dtype
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {dtype_name(dtype)}"
+    if problem.device.interpret and dtype is torch.bfloat16:
+        return "bfloat16 products are wrong in Triton's interpreter"
+    return None
+
+
+def _qk_output(problem: DecodeProblem) -> str | None:
+    return None if problem.qk_mode is None else "does not write qk_matmul_output"
+
+
+_BASICS = (_no_triton, _device, _dtype, _qk_output)
+
+
+def _kernel_limits(problem: DecodeProblem) -> str | None:
+    """What the kernel itself says, of problems that it could be asked about."""
+    if not _triton_is_installed() or _dtype(problem) is not None:
+        return None
+    from csrc_free_ops.decode import unsupported
+
+    return unsupported(**_arguments(problem))
+
+
+def _arguments(problem: DecodeProblem) -> dict[str, Any]:
+    """The problem as the kernel's planner takes it."""
+    return dict(
+        query=problem.query,
+        key=problem.key,
+        value=problem.value,
+        device=problem.device,
+        lengths_dtype=problem.lengths_dtype,
+        mask=problem.mask,
+        sinks_dtype=problem.sinks_dtype,
+        is_causal=problem.is_causal,
+        offset=problem.past_len,
+        scale=problem.scale,
+        softcap=problem.softcap,
+        left_window=problem.left_window,
+        right_window=problem.right_window,
+        batch_invariant=problem.batch_invariant,
+    )
+
+
+def _split_kv(problem: DecodeProblem) -> SplitKVPlan:
+    from csrc_free_ops.decode import plan_split_kv
+
+    out_stride = None
+    if problem.rank == 3:  # Y is [B,Sq,Hq*Dv]; strides of batch, head and query row
+        width = problem.Hq * problem.Dv
+        out_stride = (problem.Sq * width, problem.Dv, width)
+    return plan_split_kv(**_arguments(problem), out_stride=out_stride)
+
+
+def _ready(problem: DecodeProblem) -> bool:
+    return _split_kv(problem).is_compiled()
+
+
+def _build(problem: DecodeProblem) -> Plan:
+    split_kv = _split_kv(problem)
+    split_kv.compile()
+    run = split_kv.run
+    shape = output_shape(problem)
+
+    def plan(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        nonpad_kv_seqlen: Tensor | None,
+        attn_mask: Tensor | None,
+        sinks: Tensor | None,
+        k_scale: None,
+        v_scale: None,
+    ) -> Tensor:
+        out = query.new_empty(shape)
+        return run(query, key, value, nonpad_kv_seqlen, attn_mask, sinks, out)
+
+    return plan
+
+
+def _release() -> None:
+    if _triton_is_installed():
+        from csrc_free_ops.decode import release_captured_counters
+
+        release_captured_counters()
+
+
+TIER = Tier(
+    op="decode",
+    name="flash",
+    predicates=(*_BASICS, _kernel_limits),
+    build=_build,
+    ready=_ready,
+    release=_release,
+)
