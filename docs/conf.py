@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import torch_attn_tiers
 
 project = "torch-attn-tiers"
 author = "the torch-attn-tiers authors"
-release = importlib.metadata.version("torch-attn-tiers")
+release = torch_attn_tiers.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]

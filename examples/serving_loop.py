@@ -337,7 +337,7 @@ def run(dtype: torch.dtype, args: argparse.Namespace) -> None:
     seconds = time.perf_counter() - started
 
     tokens = sum(request.budget for request in requests)
-    tiers = {f"{r.op} Sq={r.problem.query.shape[2]}: {r.tier}" for r in records if r.op == "decode"}
+    tiers = {f"{r.op} Sq={r.problem.Sq}: {r.tier}" for r in records}
     print(f"\n{str(dtype).removeprefix('torch.')} on {args.device}, torch {torch.__version__}")
     print(f"set-up     {set_up:.1f} s: compiled by {args.backend}" + ", captured" * graph)
     print(f"served     {len(requests)} requests in {steps} steps of {args.slots} slots")
