@@ -19,3 +19,13 @@ default_role = "literal"  # docstrings use Markdown's single backticks
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
+
+
+def keep_colons(app, what, name, obj, options, lines):
+    """Stops Napoleon from reading `word: rest` in an attribute's comment as a type."""
+    if what in ("attribute", "property"):
+        lines[:0] = ["..", ""]  # an empty comment
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", keep_colons, priority=100)
