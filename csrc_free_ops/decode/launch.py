@@ -373,9 +373,13 @@ class Launch:
                 if aligned:
                     attributes[at] = [["tt.divisibility", 16]]
                 continue
-            value = self.constants[name] if name in self.constants else self.scalars[name]
+            if name in self.constants:
+                signature[name] = "constexpr"
+                constants[at] = self.constants[name]
+                continue
+            value = self.scalars[name]
             kind = _specialization(name, value)
-            if name in self.constants or kind == (False, True, False):
+            if kind == (False, True, False):
                 signature[name] = "constexpr"
                 constants[at] = value
             elif isinstance(value, float):
