@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,3 +33,16 @@ def require_same_device(op: str, first: tuple[str, Tensor], **others: Tensor | N
 def shape_of(tensor: Tensor) -> str:
     """The shape as in ``(2, 3)``, whether its sizes are numbers or symbols."""
     return f"({', '.join(str(size) for size in tensor.shape)})"
+
+
+def layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What of a tensor goes into a flat key: all that a check or a problem takes from it."""
+    if tensor is None:
+        return None
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.get_device(),  # an integer: cheaper than a device, and -1 for all that has no index
+        tensor.data_ptr() % 16 == 0,
+    )

@@ -61,7 +61,7 @@ from csrc_free_ops.facts import (
     heads_first_facts,
 )
 from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, is_capturing, known
-from torch_attn_tiers.ops.checks import require, require_same_device, require_type, shape_of
+from torch_attn_tiers.ops.checks import layout, require, require_same_device, require_type, shape_of
 from torch_attn_tiers.ops.registration import define, forbid_grad
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import DecodeProblem, dtype_name, library_versions
@@ -514,11 +514,9 @@ _qk_problem = functools.partial(_problem, "decode.qk")
 # ---------------------------------------------------------------------------------------------
 
 
-def _layout(tensor: Tensor | None) -> tuple[Any, ...] | None:
-    """What of a tensor goes into the flat key: all that a problem takes from it."""
-    if tensor is None:
-        return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % 16 == 0
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """:func:`layout` of lengths and sinks, which are made dense before a tier sees them."""
+    return tensor.shape, tensor.dtype, tensor.get_device()
 
 
 def _decode(
@@ -533,17 +531,45 @@ def _decode(
     **scalars: Any,
 ) -> Tensor:
     optional = (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
-    forbid_grad("decode", query, key, value, *optional)
+    if torch.is_grad_enabled():
+        forbid_grad("decode", query, key, value, *optional)
     options = current()
-    flat = ("decode", options, *map(_layout, (query, key, value, *optional)), *scalars.items())
+    # All that the problem depends on. Spelled out, because a call a tensor costs half a microsecond.
+    flat = (
+        options,
+        query.device,
+        query.shape,
+        query.stride(),
+        query.dtype,
+        query.data_ptr() % 16 == 0,
+        key.shape,
+        key.stride(),
+        key.dtype,
+        key.get_device(),
+        key.data_ptr() % 16 == 0,
+        value.shape,
+        value.stride(),
+        value.dtype,
+        value.get_device(),
+        value.data_ptr() % 16 == 0,
+        None if nonpad_kv_seqlen is None else _kind(nonpad_kv_seqlen),
+        None if attn_mask is None else layout(attn_mask),
+        None if sinks is None else _kind(sinks),
+        k_scale is None,
+        v_scale is None,
+        *scalars,
+        *scalars.values(),
+    )
     decision = known(flat)
     if decision is None:
         decision = decide(flat, _default_problem(query, key, value, *optional, **scalars))
     if options.check:
         _check_values(decision, nonpad_kv_seqlen)
-    return decision(
-        query, key, value, _dense(nonpad_kv_seqlen), attn_mask, _dense(sinks), k_scale, v_scale
-    )
+    if nonpad_kv_seqlen is not None:
+        nonpad_kv_seqlen = nonpad_kv_seqlen.contiguous()
+    if sinks is not None:
+        sinks = sinks.contiguous()
+    return decision(query, key, value, nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
 
 
 def _decode_with_present(
@@ -564,7 +590,7 @@ def _decode_with_present(
     tensors += (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
     forbid_grad(op, *tensors)
     options = current()
-    flat = (op, options, *map(_layout, tensors), *scalars.items())
+    flat = (op, options, query.device, *map(layout, tensors), *scalars, *scalars.values())
     decision = known(flat)
     if decision is None:
         decision = decide(flat, _problem(op, *tensors, **scalars))
@@ -573,7 +599,11 @@ def _decode_with_present(
     problem = decision.problem
     present_key = _concatenate(past_key, key, problem.key.shape)
     present_value = _concatenate(past_value, value, problem.value.shape)
-    optional = (_dense(nonpad_kv_seqlen), attn_mask, _dense(sinks), k_scale, v_scale)
+    if nonpad_kv_seqlen is not None:
+        nonpad_kv_seqlen = nonpad_kv_seqlen.contiguous()
+    if sinks is not None:
+        sinks = sinks.contiguous()
+    optional = (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
     return decision(query, present_key, present_value, *optional), present_key, present_value
 
 
@@ -586,11 +616,6 @@ def _decode_qk(*tensors: Tensor | None, **scalars: Any) -> tuple[Tensor, Tensor,
         "decode.qk", *tensors, **scalars
     )
     return output, present_key, present_value, products
-
-
-def _dense(tensor: Tensor | None) -> Tensor | None:
-    """Lengths and sinks as kernels read them: one value after the other."""
-    return tensor if tensor is None else tensor.contiguous()
 
 
 def _concatenate(past: Tensor | None, new: Tensor, shape: tuple[int, ...]) -> Tensor:
