@@ -23,10 +23,10 @@ class TensorFacts(NamedTuple):
 
 
 class DeviceFacts(NamedTuple):
-    """What kernels and tiers need to know of a device. Invented devices are fine for ``explain``."""
+    """What kernels and tiers need to know of a device, which may be an invented one."""
 
     type: str  # "cpu", "cuda", ...
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name
     capability: tuple[int, int] | None  # (9, 0); None where the notion does not exist
     arch: str  # "sm_90", "gfx942", "cpu"
     multiprocessors: int
@@ -76,7 +76,7 @@ def contiguous_facts(shape: Sequence[int], dtype: torch.dtype) -> TensorFacts:
 
 
 def heads_first_facts(tensor: Tensor, heads: int) -> TensorFacts:
-    """Facts of the view ``[B, heads, S, D]`` of a tensor ``[B, heads, S, D]`` or ``[B, S, heads*D]``."""
+    """Facts of the view ``[B,heads,S,D]`` of a tensor ``[B,heads,S,D]`` or ``[B,S,heads*D]``."""
     if tensor.dim() == 4:
         return tensor_facts(tensor)
     batch, length, width = tensor.shape

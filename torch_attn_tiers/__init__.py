@@ -1,4 +1,4 @@
-"""Attention for inference behind one meaning: ``torch.ops.attn_tiers``, by the fastest tier that fits.
+"""Attention for inference: operators with one meaning, run by the fastest tier that fits.
 
 Importing the package registers the operators. See :mod:`torch_attn_tiers.ops` for what they take.
 """

@@ -1,7 +1,7 @@
 """From a problem to the plan that runs it: options, ranking, readiness in captures, records.
 
-An operator looks its call up by a flat key (:func:`known`), which costs a few microseconds. On a miss
-it builds its problem and asks :func:`decide`. Nothing here knows what an operator computes.
+An operator looks its call up by a flat key (:func:`known`), which costs a few microseconds. On a
+miss it builds its problem and asks :func:`decide`. Nothing here knows what an operator computes.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Decision:
         fresh: bool,
         built: _Built,
     ) -> None:
-        self.problem = problem
+        self.problem: Any = problem  # of the operator's own kind
         self.tier = tier
         self.passed_over = passed_over
         self.cold = cold
@@ -312,12 +312,12 @@ def _pick(problem: Problem, candidates: list[Tier]) -> Tier:
         if tier.kernel_tier and _is_ready(tier, problem):
             return tier
     cold = [tier.name for tier in candidates if not _is_ready(tier, problem)]
-    arguments = "the arguments of this call"
     raise ColdCaptureError(
-        f"{problem.call}: a CUDA graph is being captured and {' and '.join(cold)}, which would run "
-        f"this call, is not built; building now would break the capture.\n"
-        f"Before the capture, call torch_attn_tiers.prepare({problem.call!r}, ...) with {arguments} "
-        f"(or run the call once), or choose another tier with tier=.\nProblem: {problem.describe()}"
+        f"{problem.call}: a CUDA graph is being captured and no kernel for this call is built "
+        f"({', '.join(cold)}); building one now would break the capture.\n"
+        f"Before the capture, call torch_attn_tiers.prepare({problem.call!r}, ...) with the "
+        "arguments of this call, or run the call once; or choose another tier with tier=.\n"
+        f"Problem: {problem.describe()}"
     )
 
 
@@ -382,7 +382,7 @@ def _say(decision: Decision) -> None:
     problem = decision.problem
     if decision.cold:
         log.warning(
-            "%s captured though a faster tier is not ready (%s); call prepare before the capture: %s",
+            "%s is captured, a faster tier is not ready (%s): call prepare before the capture; %s",
             decision.tier.name,
             ", ".join(decision.passed_over),
             problem.describe(),

@@ -117,7 +117,7 @@ def _parse(where: str, text: str) -> list[tuple[str, str]]:
         known = _known_names()
         if f"{op}:{tier}" not in known:
             raise ValueError(
-                f"{where}: {item!r} is not op:tier of a known tier; known: {', '.join(sorted(known))}"
+                f"{where}: {item!r} is no tier; it must be one of {', '.join(sorted(known))}"
             )
         pairs.append((op, tier))
     return pairs

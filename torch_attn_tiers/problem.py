@@ -42,8 +42,8 @@ class Problem:
 class DecodeProblem(Problem):
     """One ``decode`` call, in canonical form.
 
-    Tensors are described as 4-D views whatever the rank of the call, the default scale is filled in,
-    and causality or a window that hides nothing is not there.
+    Tensors are described as 4-D views whatever the rank of the call, the default scale is filled
+    in, and causality or a window that hides nothing is not there.
     """
 
     op: str = "decode"
@@ -67,8 +67,6 @@ class DecodeProblem(Problem):
     #: ``qk_matmul_output_mode``; None if the products are not asked for.
     qk_mode: int | None
     batch_invariant: bool
-    #: ``k_scale`` or ``v_scale`` is given.
-    scaled: bool = False
 
     @property
     def B(self) -> int:
@@ -120,7 +118,8 @@ class DecodeProblem(Problem):
         """The problem on one line."""
         words = [
             f"{self.call} {dtype_name(self.query.dtype)}",
-            f"B={self.B} Hq={self.Hq} Hkv={self.Hkv} Sq={self.Sq} T={self.T} D={self.D} Dv={self.Dv}",
+            f"B={self.B} Hq={self.Hq} Hkv={self.Hkv} Sq={self.Sq} T={self.T}",
+            f"D={self.D} Dv={self.Dv}",
         ]
         if self.lengths_dtype is not None:
             words.append(f"lengths={dtype_name(self.lengths_dtype)}")
@@ -151,7 +150,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 @functools.cache
 def library_versions() -> tuple[tuple[str, str], ...]:
     """Installed versions of PyTorch and Triton."""
-    versions = [("torch", torch.__version__)]
+    versions = [("torch", str(torch.__version__))]
     for name in ("triton",):
         try:
             versions.append((name, importlib.metadata.version(name)))

@@ -27,8 +27,8 @@ class Tier:
 
     A plan of ``decode`` is called as ``plan(query, key, value, nonpad_kv_seqlen, attn_mask, sinks,
     k_scale, v_scale)`` with the user's tensors, where key and value have the past in front and
-    lengths and sinks are dense. It returns ``Y``, or ``(Y, qk)`` if ``problem.qk_mode`` is not None:
-    new contiguous tensors in the query's dtype.
+    lengths and sinks are dense. It returns ``Y``, or ``(Y, qk)`` if ``problem.qk_mode`` is not
+    None: new contiguous tensors in the query's dtype.
     """
 
     #: The operator, e.g. "decode".

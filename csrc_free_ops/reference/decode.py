@@ -1,7 +1,8 @@
 """``attn_tiers::decode`` in plain PyTorch: the ONNX ``Attention`` operator over a KV cache.
 
-Letters: ``B`` batch, ``Hq``/``Hkv`` query and KV heads, ``G = Hq/Hkv``, ``Sq`` query rows, ``T`` keys
-(the capacity of the cache), ``D``/``Dv`` head sizes. Query head ``h`` reads KV head ``h // G``.
+Letters: ``B`` batch, ``Hq``/``Hkv`` query and KV heads, ``G = Hq/Hkv``, ``Sq`` query rows, ``T``
+keys (the capacity of the cache), ``D``/``Dv`` head sizes. Query head ``h`` reads KV head
+``h // G``.
 
 Nothing here reads a value of a tensor on the host, so all of it can be captured into a CUDA graph.
 """
@@ -42,7 +43,8 @@ def decode(
             ``[B,Hq,Sq,T]``; a last dimension shorter than ``T`` hides the rest.
         sinks: ``[Hq]``, a logit that joins the denominator and has no value.
         past_len: how many keys come before those of the query rows, without lengths.
-        qk_matmul_output_mode: 0 scaled products, 1 after softcap, 2 after the mask, 3 after softmax.
+        qk_matmul_output_mode: 0 scaled products, 1 after softcap, 2 after the mask,
+            3 after softmax.
 
     Both results have the query's dtype. Softmax and sums run in float32 (float64 for float64).
     """
@@ -95,10 +97,12 @@ def visible_keys(
     left_window_size: int = -1,
     right_window_size: int = -1,
 ) -> Tensor:
-    """Which keys a query row sees by length, causality, window and mask: bool ``[B|1,Hq|1,Sq|1,T]``.
+    """Which keys a query row sees, by length, causality, window and mask.
 
-    Query row ``i`` stands at position ``p = i + offset``. With lengths the last row stands at the last
-    valid key (``offset = n - Sq``); otherwise the rows follow ``past_len`` keys.
+    Returns bool ``[B|1,Hq|1,Sq|1,T]``, with 1 where nothing depends on the dimension.
+
+    Query row ``i`` stands at position ``p = i + offset``. With lengths the last row stands at the
+    last valid key (``offset = n - Sq``); otherwise the rows follow ``past_len`` keys.
     """
     Sq = query.shape[2]
     j = torch.arange(T, device=query.device)
@@ -164,9 +168,9 @@ def decode_batch_invariant(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`decode`, with bits of a batch row that depend on no other row, nor on ``B`` or ``T``.
 
-    Each operation is on one batch row and one chunk of keys, copied to new memory: a library sees the
-    same shapes, strides and alignment whatever surrounds them. Chunks are added up in order, and one
-    without a visible key adds exactly zero.
+    Each operation is on one batch row and one chunk of keys, copied to new memory: a library sees
+    the same shapes, strides and alignment whatever surrounds them. Chunks are added up in order,
+    and one without a visible key adds exactly zero.
     """
     B, Hq, Sq, _ = query.shape
     T, Dv = key.shape[2], value.shape[3]
@@ -187,8 +191,9 @@ def decode_batch_invariant(
     output = query.new_empty(B, Hq, Sq, Dv)
     stage = None if qk_matmul_output_mode is None else query.new_empty(B, Hq, Sq, T)
     for b in range(B):
-        tensors = (query, key, value, visible, bias)
-        row_output, row_stages = _decode_row(*(t[b] for t in tensors), sinks, scale, softcap, dtype)
+        row_output, row_stages = _decode_row(
+            query[b], key[b], value[b], visible[b], bias[b], sinks, scale, softcap, dtype
+        )
         output[b] = row_output
         if stage is not None and qk_matmul_output_mode is not None:
             stage[b] = row_stages[qk_matmul_output_mode][..., :T]

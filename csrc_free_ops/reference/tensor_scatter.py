@@ -1,4 +1,4 @@
-"""``attn_tiers::tensor_scatter_`` and ``kv_scatter_`` in plain PyTorch: ONNX ``TensorScatter`` in place."""
+"""``attn_tiers::tensor_scatter_`` and ``kv_scatter_`` in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def tensor_scatter(
     axis: int = -2,
     circular: bool = False,
 ) -> None:
-    """Write ``past_cache[b, .., w[b]+s, ..] = update[b, .., s, ..]`` along ``axis``, in place.
+    """ONNX ``TensorScatter``: ``past_cache[b,..,w[b]+s,..] = update[b,..,s,..]``, in place.
 
     Args:
         past_cache: ``[B, .., capacity, ..]``, any strides.
-        update: like ``past_cache`` but for ``axis``, where it is ``[.., S, ..]`` with ``S <= capacity``.
+        update: like ``past_cache``, but with ``S <= capacity`` positions along ``axis``.
         write_indices: ``[B]`` int32 or int64; ``None`` writes from position 0.
         circular: positions wrap modulo the capacity. Otherwise a position past the capacity is
             dropped, and a negative index drops its row.
@@ -59,6 +59,6 @@ def kv_scatter(
     axis: int = -2,
     circular: bool = False,
 ) -> None:
-    """:func:`tensor_scatter` of ``key`` into ``key_cache`` and of ``value`` into ``value_cache``."""
+    """:func:`tensor_scatter` of ``key`` into ``key_cache``, of ``value`` into ``value_cache``."""
     tensor_scatter(key_cache, key, write_indices, axis=axis, circular=circular)
     tensor_scatter(value_cache, value, write_indices, axis=axis, circular=circular)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,20 +20,21 @@ def require_type(condition: bool, message: str) -> None:
         raise TypeError(message)
 
 
-def require_same_device(op: str, first: tuple[str, Tensor], **others: Tensor | None) -> None:
+def require_same_device(op: str, **tensors: Tensor | None) -> None:
     """``ValueError`` unless all tensors are where the first one is."""
-    name, tensor = first
-    for other, value in others.items():
-        if value is not None and value.device != tensor.device:
+    (first, where), *others = [(n, t.device) for n, t in tensors.items() if t is not None]
+    for name, device in others:
+        if device != where:
             raise ValueError(
-                f"{op}: {other} is on {value.device} and {name} on {tensor.device}; "
-                "all tensors must be on one device"
+                f"{op}: {name} is on {device} and {first} on {where}; all tensors must be on one "
+                "device"
             )
 
 
-def shape_of(tensor: Tensor) -> str:
+def shape_of(tensor: Tensor | Sequence[object]) -> str:
     """The shape as in ``(2, 3)``, whether its sizes are numbers or symbols."""
-    return f"({', '.join(str(size) for size in tensor.shape)})"
+    sizes = tensor.shape if isinstance(tensor, Tensor) else tensor
+    return f"({', '.join(map(str, sizes))})"
 
 
 def layout(tensor: Tensor | None) -> tuple[Any, ...] | None:

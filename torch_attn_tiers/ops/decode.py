@@ -8,13 +8,13 @@ default      ``Y``
 ``qk``       ``(Y, present_key, present_value, qk_matmul_output)``: also the logits
 ===========  ==============================================================================
 
-The meaning is that of the ONNX ``Attention`` operator (opsets 23 to 25), with windows and sinks; see
-``csrc_free_ops/reference/decode.py`` for it in code. Name the overload when you call one that is not
-the default: ``torch.ops.attn_tiers.decode.present(...)``.
+The meaning is that of the ONNX ``Attention`` operator (opsets 23 to 25), with windows and sinks;
+see ``csrc_free_ops/reference/decode.py`` for it in code. Name the overload when you call one that
+is not the default: ``torch.ops.attn_tiers.decode.present(...)``.
 
 Tensors (positional)
-    query ``[B,Hq,Sq,D]`` or ``[B,Sq,Hq*D]``; key, value ``[B,Hkv,T,D|Dv]`` or ``[B,T,Hkv*D|Dv]``, of
-    one rank and one dtype: float16, bfloat16, float32 (float64 in ``unfused``). Any strides.
+    query ``[B,Hq,Sq,D]`` or ``[B,Sq,Hq*D]``; key, value ``[B,Hkv,T,D|Dv]`` or ``[B,T,Hkv*D|Dv]``,
+    of one rank and one dtype: float16, bfloat16, float32 (float64 in ``unfused``). Any strides.
     past_key, past_value ``[B,Hkv,P,D|Dv]``: keys in front of the new ones, both or neither.
     nonpad_kv_seqlen ``[B]`` int32 or int64: how many keys of each row are valid, clamped to
     ``[0,T]`` on the device; not with past_key. attn_mask: bool (True attends) or numeric (added),
@@ -29,8 +29,8 @@ Scalars (keyword)
     after softcap, 2 after the mask, 3 after softmax.
 Results
     ``Y`` ``[B,Hq,Sq,Dv]`` or ``[B,Sq,Hq*Dv]``; present_key, present_value ``[B,Hkv,P+T,D|Dv]``;
-    qk_matmul_output ``[B,Hq,Sq,P+T]``. All new, contiguous, in the query's dtype. A row that sees no
-    key is zero.
+    qk_matmul_output ``[B,Hq,Sq,P+T]``. All new, contiguous, in the query's dtype. A row that sees
+    no key is zero.
 Errors
     ValueError, TypeError: an argument breaks a rule above. RuntimeError: an input requires grad.
     TierNotEligibleError, ColdCaptureError: see :mod:`torch_attn_tiers.errors`.
@@ -48,7 +48,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -83,9 +83,23 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SINKS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True)
-class Scalars:
-    """The keyword arguments. PyTorch hands over only those that are not at their default."""
+class Tensors(NamedTuple):
+    """The positional arguments of all overloads."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    past_key: Tensor | None = None
+    past_value: Tensor | None = None
+    nonpad_kv_seqlen: Tensor | None = None
+    attn_mask: Tensor | None = None
+    sinks: Tensor | None = None
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+
+
+class Scalars(NamedTuple):
+    """The keyword arguments of all overloads."""
 
     is_causal: bool = False
     scale: float | None = None
@@ -96,7 +110,30 @@ class Scalars:
     kv_num_heads: int | None = None
     batch_invariant: bool = False
     tier: str | None = None
-    qk_matmul_output_mode: int | None = None  # of decode.qk only
+    qk_matmul_output_mode: int = 0  # of decode.qk only
+
+
+_WITHOUT_PAST = tuple(name for name in Tensors._fields if not name.startswith("past_"))
+
+
+def _bind(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensors, Scalars]:
+    """The arguments of an overload by name. PyTorch leaves out those at their default."""
+    positional = _WITHOUT_PAST if op == "decode" else Tensors._fields
+    keyword = Scalars._fields if op == "decode.qk" else Scalars._fields[:-1]
+    unknown = [name for name in kwargs if name not in positional + keyword]
+    given = f"{len(args)} positional arguments and {', '.join(unknown) or 'no unknown ones'}"
+    if unknown or len(args) > len(positional):
+        raise TypeError(
+            f"{op}: got {given}; it takes {', '.join(positional)} and the keywords {', '.join(keyword)}"
+        )
+    named = dict(zip(positional, args))
+    for name in positional:
+        if name in kwargs:
+            if name in named:
+                raise TypeError(f"{op}: {name} is given twice")
+            named[name] = kwargs[name]
+    scalars = {name: kwargs[name] for name in keyword if name in kwargs}
+    return Tensors(**named), Scalars(**scalars)
 
 
 class Sizes(NamedTuple):
@@ -125,86 +162,46 @@ class Sizes(NamedTuple):
 # ---------------------------------------------------------------------------------------------
 
 
-def _check(
-    op: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    past_key: Tensor | None,
-    past_value: Tensor | None,
-    nonpad_kv_seqlen: Tensor | None,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    scalars: Scalars,
-) -> Sizes:
+def _check(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
     """The sizes of a legal call; a ValueError or TypeError for any other."""
-    require_same_device(
-        op,
-        ("query", query),
-        key=key,
-        value=value,
-        past_key=past_key,
-        past_value=past_value,
-        nonpad_kv_seqlen=nonpad_kv_seqlen,
-        attn_mask=attn_mask,
-        sinks=sinks,
-        k_scale=k_scale,
-        v_scale=v_scale,
-    )
-    _check_dtypes(op, query, key, value, past_key, past_value, k_scale, v_scale)
-    sizes = _check_shapes(op, query, key, value, past_key, past_value, scalars)
-    _check_optional(op, sizes, nonpad_kv_seqlen, attn_mask, sinks, past_key)
+    require_same_device(op, **tensors._asdict())
+    _check_dtypes(op, tensors)
+    sizes = _check_shapes(op, tensors, scalars)
+    _check_optional(op, sizes, tensors)
     _check_scalars(op, scalars)
     return sizes
 
 
-def _check_dtypes(
-    op: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    past_key: Tensor | None,
-    past_value: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+def _check_dtypes(op: str, tensors: Tensors) -> None:
+    dtype = tensors.query.dtype
     require_type(
-        query.dtype in _FLOATS,
-        f"{op}: query is {dtype_name(query.dtype)}; it must be float16, bfloat16, float32 or float64",
+        dtype in _FLOATS,
+        f"{op}: query is {dtype_name(dtype)}; it must be float16, bfloat16, float32 or float64",
     )
-    tensors = {"key": key, "value": value, "past_key": past_key, "past_value": past_value}
-    for name, tensor in tensors.items():
+    for name in ("key", "value", "past_key", "past_value"):
+        tensor = getattr(tensors, name)
         if tensor is None:
             continue
         require_type(
             tensor.dtype is not torch.float8_e4m3fn,
             f"{op}: {name} is float8_e4m3fn; float8 caches are not supported yet, "
-            f"convert it to {dtype_name(query.dtype)}",
+            f"convert it to {dtype_name(dtype)}",
         )
         require_type(
-            tensor.dtype is query.dtype,
-            f"{op}: {name} is {dtype_name(tensor.dtype)} and query {dtype_name(query.dtype)}; they must "
+            tensor.dtype is dtype,
+            f"{op}: {name} is {dtype_name(tensor.dtype)} and query {dtype_name(dtype)}; they must "
             "have one dtype (nothing is cast, under autocast neither): convert one of them",
         )
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+    for name in ("k_scale", "v_scale"):
         require(
-            scale is None,
-            f"{op}: {name} is given and key is {dtype_name(key.dtype)}; scales go with float8 caches "
-            "only, which are not supported yet: leave it out",
+            getattr(tensors, name) is None,
+            f"{op}: {name} is given and key is {dtype_name(tensors.key.dtype)}; scales go with "
+            "float8 caches only, which are not supported yet: leave it out",
         )
 
 
-def _check_shapes(
-    op: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    past_key: Tensor | None,
-    past_value: Tensor | None,
-    scalars: Scalars,
-) -> Sizes:
+def _check_shapes(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
+    query, key, value = tensors[:3]
     rank = query.dim()
     require(
         rank in (3, 4),
@@ -224,7 +221,7 @@ def _check_shapes(
     for name, tensor, size in (("key", key, key_B), ("value", value, value_B)):
         require(
             size == B,
-            f"{op}: {name} has shape {shape_of(tensor)}; its batch size {size} must be {B}, the query's",
+            f"{op}: {name} has shape {shape_of(tensor)}; its batch size must be {B}, the query's",
         )
     require(
         value_H == Hkv,
@@ -250,28 +247,37 @@ def _check_shapes(
         f"{op}: head sizes are {D} (key) and {Dv} (value); they must be at least 1",
     )
 
+    P = _check_past(op, tensors, (B, Hkv), {"past_key": D, "past_value": Dv})
+    return Sizes(rank, B, Hq, Hkv, Sq, P, P + S, D, Dv)
+
+
+def _check_past(
+    op: str, tensors: Tensors, leading: tuple[int, int], head_sizes: dict[str, int]
+) -> int:
+    """``P``, the length of the past: 0 without one."""
+    past_key, past_value = tensors.past_key, tensors.past_value
     require(
         (past_key is None) == (past_value is None),
         f"{op}: only one of past_key and past_value is given; give both or neither",
     )
-    P = 0
-    if past_key is not None and past_value is not None:
+    if past_key is None:
+        return 0
+    P = past_key.shape[2] if past_key.dim() == 4 else None
+    for name, size in head_sizes.items():
+        past = getattr(tensors, name)
+        expected = (*leading, "P" if P is None else P, size)
+        rule = f"{name} has shape {shape_of(past)}; it must be {shape_of(expected)}"
         require(
-            past_key.dim() == 4,
-            f"{op}: past_key has shape {shape_of(past_key)}; it must be [B,Hkv,P,D], whatever the query's rank",
+            past.dim() == 4 and P is not None,
+            f"{op}: {rule}, 4-D whatever the query's rank",
         )
-        P = past_key.shape[2]
-        for name, past, size in (("past_key", past_key, D), ("past_value", past_value, Dv)):
+        for dim in range(4):
             require(
-                past.dim() == 4
-                and past.shape[0] == B
-                and past.shape[1] == Hkv
-                and past.shape[2] == P
-                and past.shape[3] == size,
-                f"{op}: {name} has shape {shape_of(past)}; it must be ({B}, {Hkv}, {P}, {size}), "
-                "that is [B,Hkv,P,D] with one P for past_key and past_value",
+                past.shape[dim] == expected[dim],
+                f"{op}: {rule}, [B,Hkv,P,D] with one P for past_key and past_value",
             )
-    return Sizes(rank, B, Hq, Hkv, Sq, P, P + S, D, Dv)
+    assert P is not None
+    return P
 
 
 def _heads_first_shape(
@@ -281,8 +287,8 @@ def _heads_first_shape(
     if tensor.dim() == 4:
         require(
             heads is None,
-            f"{op}: {heads_name}={heads} with a 4-D {name} {shape_of(tensor)}; it goes with 3-D inputs only, "
-            "leave it out",
+            f"{op}: {heads_name}={heads} and {name} has shape {shape_of(tensor)}; it goes with 3-D "
+            "inputs only, leave it out",
         )
         batch, heads_, length, size = tensor.shape
         return batch, heads_, length, size
@@ -301,28 +307,23 @@ def _heads_first_shape(
     return batch, heads, length, width // heads
 
 
-def _check_optional(
-    op: str,
-    sizes: Sizes,
-    nonpad_kv_seqlen: Tensor | None,
-    attn_mask: Tensor | None,
-    sinks: Tensor | None,
-    past_key: Tensor | None,
-) -> None:
+def _check_optional(op: str, sizes: Sizes, tensors: Tensors) -> None:
+    nonpad_kv_seqlen, sinks = tensors.nonpad_kv_seqlen, tensors.sinks
     if nonpad_kv_seqlen is not None:
         require(
-            past_key is None,
-            f"{op}: nonpad_kv_seqlen and past_key are both given; lengths are those of a cache that "
-            "already holds its past, give one of them",
+            tensors.past_key is None,
+            f"{op}: nonpad_kv_seqlen and past_key are both given; lengths are those of a cache "
+            "that already holds its past, give one of them",
         )
         require_type(
             nonpad_kv_seqlen.dtype in (torch.int32, torch.int64),
-            f"{op}: nonpad_kv_seqlen is {dtype_name(nonpad_kv_seqlen.dtype)}; it must be int32 or int64",
+            f"{op}: nonpad_kv_seqlen is {dtype_name(nonpad_kv_seqlen.dtype)}; it must be int32 or "
+            "int64",
         )
         require(
             nonpad_kv_seqlen.dim() == 1 and nonpad_kv_seqlen.shape[0] == sizes.B,
-            f"{op}: nonpad_kv_seqlen has shape {shape_of(nonpad_kv_seqlen)}; it must be ({sizes.B},), "
-            "one length for each batch row",
+            f"{op}: nonpad_kv_seqlen has shape {shape_of(nonpad_kv_seqlen)}; it must be "
+            f"({sizes.B},), one length for each batch row",
         )
     if sinks is not None:
         require_type(
@@ -331,10 +332,11 @@ def _check_optional(
         )
         require(
             sinks.dim() == 1 and sinks.shape[0] == sizes.Hq,
-            f"{op}: sinks has shape {shape_of(sinks)}; it must be ({sizes.Hq},), one for each query head",
+            f"{op}: sinks has shape {shape_of(sinks)}; it must be ({sizes.Hq},), one for each "
+            "query head",
         )
-    if attn_mask is not None:
-        _check_mask(op, sizes, attn_mask)
+    if tensors.attn_mask is not None:
+        _check_mask(op, sizes, tensors.attn_mask)
 
 
 def _check_mask(op: str, sizes: Sizes, attn_mask: Tensor) -> None:
@@ -345,15 +347,15 @@ def _check_mask(op: str, sizes: Sizes, attn_mask: Tensor) -> None:
     )
     require(
         1 <= attn_mask.dim() <= 4,
-        f"{op}: attn_mask has shape {shape_of(attn_mask)}; its rank must be 1 to 4, aligned from the "
-        f"right with {aligned}",
+        f"{op}: attn_mask has shape {shape_of(attn_mask)}; its rank must be 1 to 4, aligned from "
+        f"the right with {aligned}",
     )
     leading = (sizes.B, sizes.Hq, sizes.Sq)[4 - attn_mask.dim() :]
     for dim, size in enumerate(leading):
         require(
             attn_mask.shape[dim] == 1 or attn_mask.shape[dim] == size,
-            f"{op}: attn_mask has shape {shape_of(attn_mask)}; dimension {dim} must be 1 or {size} to "
-            f"broadcast to {aligned}",
+            f"{op}: attn_mask has shape {shape_of(attn_mask)}; dimension {dim} must be 1 or {size} "
+            f"to broadcast to {aligned}",
         )
     require(
         attn_mask.shape[-1] <= sizes.T,
@@ -377,7 +379,7 @@ def _check_scalars(op: str, scalars: Scalars) -> None:
         require(size >= -1, f"{op}: {name}={size}; it must be at least -1 (-1 is unlimited)")
     mode = scalars.qk_matmul_output_mode
     require(
-        mode is None or 0 <= mode <= 3,
+        0 <= mode <= 3,
         f"{op}: qk_matmul_output_mode={mode}; it must be 0 (products), 1 (after softcap), "
         "2 (after the mask) or 3 (after softmax)",
     )
@@ -394,41 +396,11 @@ def _check_scalars(op: str, scalars: Scalars) -> None:
 
 
 def _problem(
-    op: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    past_key: Tensor | None = None,
-    past_value: Tensor | None = None,
-    nonpad_kv_seqlen: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    facts: DeviceFacts | None = None,
-    **keywords: Any,
+    op: str, tensors: Tensors, scalars: Scalars, facts: DeviceFacts | None
 ) -> DecodeProblem:
-    """The problem of a checked call, in canonical form."""
-    if op == "decode.qk":
-        keywords.setdefault("qk_matmul_output_mode", 0)
-    elif "qk_matmul_output_mode" in keywords:
-        raise TypeError(f"{op}: qk_matmul_output_mode goes with decode.qk only")
-    scalars = Scalars(**keywords)
-    sizes = _check(
-        op,
-        query,
-        key,
-        value,
-        past_key,
-        past_value,
-        nonpad_kv_seqlen,
-        attn_mask,
-        sinks,
-        k_scale,
-        v_scale,
-        scalars,
-    )
+    """The problem of a call, checked and in canonical form; ``facts`` replace its device."""
+    sizes = _check(op, tensors, scalars)
+    query, key, value = tensors[:3]
     B, Hq, Hkv, T = sizes.B, sizes.Hq, sizes.Hkv, sizes.T
     if op == "decode":
         key_facts = heads_first_facts(key, Hkv)
@@ -436,9 +408,8 @@ def _problem(
     else:  # the tier is given present_key and present_value
         key_facts = contiguous_facts((B, Hkv, T, sizes.D), key.dtype)
         value_facts = contiguous_facts((B, Hkv, T, sizes.Dv), value.dtype)
-    is_causal, left_window, right_window = _canonical_window(
-        sizes, nonpad_kv_seqlen is not None, scalars
-    )
+    lengths, mask, sinks = tensors.nonpad_kv_seqlen, tensors.attn_mask, tensors.sinks
+    is_causal, left_window, right_window = _canonical_window(sizes, lengths is not None, scalars)
     options = current()
     device = facts_for(query, facts)
     return DecodeProblem(
@@ -452,8 +423,8 @@ def _problem(
         key=key_facts,
         value=value_facts,
         rank=sizes.rank,
-        lengths_dtype=None if nonpad_kv_seqlen is None else nonpad_kv_seqlen.dtype,
-        mask=None if attn_mask is None else broadcast_facts(attn_mask, (B, Hq, sizes.Sq)),
+        lengths_dtype=None if lengths is None else lengths.dtype,
+        mask=None if mask is None else broadcast_facts(mask, (B, Hq, sizes.Sq)),
         sinks_dtype=None if sinks is None else sinks.dtype,
         is_causal=is_causal,
         past_len=sizes.P,
@@ -461,17 +432,16 @@ def _problem(
         softcap=scalars.softcap,
         left_window=left_window,
         right_window=right_window,
-        qk_mode=scalars.qk_matmul_output_mode,
+        qk_mode=scalars.qk_matmul_output_mode if op == "decode.qk" else None,
         batch_invariant=scalars.batch_invariant,
-        scaled=k_scale is not None or v_scale is not None,
     )
 
 
 def _canonical_window(sizes: Sizes, has_lengths: bool, scalars: Scalars) -> tuple[bool, int, int]:
     """Causality and windows, without what hides nothing whatever the lengths are.
 
-    A row stands at ``p = i + offset``, with ``-Sq <= p < T`` if there are lengths, else from ``P`` to
-    ``P + Sq - 1``; it sees keys from ``p - left`` to ``p + right``.
+    A row stands at ``p = i + offset``, with ``-Sq <= p < T`` if there are lengths, else from ``P``
+    to ``P + Sq - 1``; it sees keys from ``p - left`` to ``p + right``.
     """
     last = sizes.T - 1 if has_lengths else sizes.P + sizes.Sq - 1
     first = -sizes.Sq if has_lengths else sizes.P
@@ -489,24 +459,9 @@ def _canonical_window(sizes: Sizes, has_lengths: bool, scalars: Scalars) -> tupl
     return is_causal, left, right
 
 
-def _default_problem(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    nonpad_kv_seqlen: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    **keywords: Any,
-) -> DecodeProblem:
-    """:func:`_problem` for the default overload, which has no past."""
-    optional = (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
-    return _problem("decode", query, key, value, None, None, *optional, **keywords)
-
-
-_present_problem = functools.partial(_problem, "decode.present")
-_qk_problem = functools.partial(_problem, "decode.qk")
+def _problem_of(op: str, *args: Any, facts: DeviceFacts | None, **kwargs: Any) -> DecodeProblem:
+    """:func:`_problem` for ``explain`` and ``prepare``, from the operator's own arguments."""
+    return _problem(op, *_bind(op, args, kwargs), facts)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -530,11 +485,11 @@ def _decode(
     v_scale: Tensor | None = None,
     **scalars: Any,
 ) -> Tensor:
-    optional = (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
     if torch.is_grad_enabled():
-        forbid_grad("decode", query, key, value, *optional)
+        forbid_grad("decode", query, key, value, attn_mask, sinks, k_scale, v_scale)
     options = current()
-    # All that the problem depends on. Spelled out, because a call a tensor costs half a microsecond.
+    # All that the problem depends on. Spelled out, because a call a tensor costs half a
+    # microsecond.
     flat = (
         options,
         query.device,
@@ -562,7 +517,8 @@ def _decode(
     )
     decision = known(flat)
     if decision is None:
-        decision = decide(flat, _default_problem(query, key, value, *optional, **scalars))
+        args = (query, key, value, nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
+        decision = decide(flat, _problem("decode", *_bind("decode", args, scalars), None))
     if options.check:
         _check_values(decision, nonpad_kv_seqlen)
     if nonpad_kv_seqlen is not None:
@@ -573,53 +529,47 @@ def _decode(
 
 
 def _decode_with_present(
-    op: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    past_key: Tensor | None = None,
-    past_value: Tensor | None = None,
-    nonpad_kv_seqlen: Tensor | None = None,
-    attn_mask: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    **scalars: Any,
+    op: str, args: tuple[Any, ...], scalars: dict[str, Any]
 ) -> tuple[Any, Tensor, Tensor]:
-    tensors = (query, key, value, past_key, past_value)
-    tensors += (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
-    forbid_grad(op, *tensors)
+    """What the tier returns, and present_key and present_value."""
+    forbid_grad(op, *args)
     options = current()
-    flat = (op, options, query.device, *map(layout, tensors), *scalars, *scalars.values())
+    query, key, value, past_key, past_value, nonpad_kv_seqlen, attn_mask, sinks = _eight(args)
+    flat = (op, options, query.device, *map(layout, args), *scalars, *scalars.values())
     decision = known(flat)
     if decision is None:
-        decision = decide(flat, _problem(op, *tensors, **scalars))
+        decision = decide(flat, _problem(op, *_bind(op, args, scalars), None))
     if options.check:
         _check_values(decision, nonpad_kv_seqlen)
-    problem = decision.problem
-    present_key = _concatenate(past_key, key, problem.key.shape)
-    present_value = _concatenate(past_value, value, problem.value.shape)
+    present_key = _concatenate(past_key, key, decision.problem.key.shape)
+    present_value = _concatenate(past_value, value, decision.problem.value.shape)
     if nonpad_kv_seqlen is not None:
         nonpad_kv_seqlen = nonpad_kv_seqlen.contiguous()
     if sinks is not None:
         sinks = sinks.contiguous()
-    optional = (nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
-    return decision(query, present_key, present_value, *optional), present_key, present_value
-
-
-def _decode_present(*tensors: Tensor | None, **scalars: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _decode_with_present("decode.present", *tensors, **scalars)
-
-
-def _decode_qk(*tensors: Tensor | None, **scalars: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (output, products), present_key, present_value = _decode_with_present(
-        "decode.qk", *tensors, **scalars
+    result = decision(
+        query, present_key, present_value, nonpad_kv_seqlen, attn_mask, sinks, None, None
     )
+    return result, present_key, present_value
+
+
+def _eight(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first eight positional arguments, None for those left out."""
+    return args[:8] + (None,) * (8 - len(args))
+
+
+def _decode_present(*args: Any, **scalars: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _decode_with_present("decode.present", args, scalars)
+
+
+def _decode_qk(*args: Any, **scalars: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    result, present_key, present_value = _decode_with_present("decode.qk", args, scalars)
+    output, products = result
     return output, present_key, present_value, products
 
 
 def _concatenate(past: Tensor | None, new: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``concat(past, new)`` along the keys as a new contiguous tensor of ``shape`` ``[B,Hkv,T,D]``."""
+    """``concat(past, new)`` as a new contiguous tensor of ``shape``, that is ``[B,Hkv,T,D]``."""
     B, heads, _, size = shape
     if new.dim() == 3:
         new = new.view(B, new.shape[1], heads, size).transpose(1, 2)
@@ -638,8 +588,8 @@ def _check_values(decision: Decision, nonpad_kv_seqlen: Tensor | None) -> None:
     bad = (nonpad_kv_seqlen < 0) | (nonpad_kv_seqlen > problem.T)
     if bad.any():
         raise ValueError(
-            f"decode: nonpad_kv_seqlen is {nonpad_kv_seqlen.tolist()}; each length must lie between 0 "
-            f"and the capacity {problem.T}"
+            f"{problem.call}: nonpad_kv_seqlen is {nonpad_kv_seqlen.tolist()}; each length must "
+            f"lie between 0 and the capacity {problem.T}"
         )
 
 
@@ -648,39 +598,31 @@ def _check_values(decision: Decision, nonpad_kv_seqlen: Tensor | None) -> None:
 # ---------------------------------------------------------------------------------------------
 
 
-def _fake_sizes(op: str, *tensors: Tensor | None, **scalars: Any) -> Sizes:
-    forbid_grad(op, *tensors)
-    padding = (None,) * (10 - len(tensors))
-    return _check(op, *tensors, *padding, scalars=Scalars(**scalars))
+def _decode_fake(*args: Any, **kwargs: Any) -> Tensor:
+    sizes = _fake_sizes("decode", args, kwargs)
+    return args[0].new_empty(sizes.output)
 
 
-def _decode_fake(
-    query: Tensor, key: Tensor, value: Tensor, *optional: Tensor | None, **scalars: Any
-) -> Tensor:
-    sizes = _fake_sizes("decode", query, key, value, None, None, *optional, **scalars)
-    return query.new_empty(sizes.output)
+def _decode_present_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_with_present(args[0], _fake_sizes("decode.present", args, kwargs))
 
 
-def _decode_present_fake(
-    query: Tensor, *tensors: Tensor | None, **scalars: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    sizes = _fake_sizes("decode.present", query, *tensors, **scalars)
+def _decode_qk_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sizes = _fake_sizes("decode.qk", args, kwargs)
+    products = args[0].new_empty(sizes.B, sizes.Hq, sizes.Sq, sizes.T)
+    return *_fake_with_present(args[0], sizes), products
+
+
+def _fake_sizes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
+    forbid_grad(op, *args)
+    return _check(op, *_bind(op, args, kwargs))
+
+
+def _fake_with_present(query: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
     B, Hkv, T = sizes.B, sizes.Hkv, sizes.T
     present_key = query.new_empty(B, Hkv, T, sizes.D)
     present_value = query.new_empty(B, Hkv, T, sizes.Dv)
     return query.new_empty(sizes.output), present_key, present_value
-
-
-def _decode_qk_fake(
-    query: Tensor, *tensors: Tensor | None, qk_matmul_output_mode: int = 0, **scalars: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scalars["qk_matmul_output_mode"] = qk_matmul_output_mode
-    sizes = _fake_sizes("decode.qk", query, *tensors, **scalars)
-    B, Hkv, T = sizes.B, sizes.Hkv, sizes.T
-    present_key = query.new_empty(B, Hkv, T, sizes.D)
-    present_value = query.new_empty(B, Hkv, T, sizes.Dv)
-    products = query.new_empty(B, sizes.Hq, sizes.Sq, T)
-    return query.new_empty(sizes.output), present_key, present_value, products
 
 
 # ---------------------------------------------------------------------------------------------
@@ -706,6 +648,5 @@ define(
     _decode_qk,
     _decode_qk_fake,
 )
-define_call("decode", _default_problem)
-define_call("decode.present", _present_problem)
-define_call("decode.qk", _qk_problem)
+for _name in ("decode", "decode.present", "decode.qk"):
+    define_call(_name, functools.partial(_problem_of, _name))

@@ -25,9 +25,10 @@ def define(
 ) -> None:
     """Register ``kernel`` as the inference-only operator ``name`` ("library::op.overload").
 
-    ``custom_op`` alone costs some 20 µs a call with ten tensors (its autograd wrapper). The kernel is
-    therefore registered again for CPU and CUDA directly, and autograd is passed through: the kernel
-    and the fake must call :func:`forbid_grad`. A mutating kernel must call :func:`mark_written`.
+    ``custom_op`` alone costs some 20 µs a call with ten tensors (its autograd wrapper). The kernel
+    is therefore registered again for CPU and CUDA directly, and autograd is passed through: the
+    kernel and the fake must call :func:`forbid_grad`. A mutating kernel must call
+    :func:`mark_written`.
     """
     op = custom_op(name, mutates_args=tuple(mutates), schema=schema)(kernel)
     op.register_fake(fake)

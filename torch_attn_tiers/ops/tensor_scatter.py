@@ -1,13 +1,13 @@
-"""``attn_tiers::tensor_scatter_`` and ``kv_scatter_``: write new keys and values into caches in place.
+"""``attn_tiers::tensor_scatter_`` and ``kv_scatter_``: write into caches, in place.
 
-The meaning is that of ONNX ``TensorScatter``: ``past_cache[b, .., w[b]+s, ..] = update[b, .., s, ..]``
+The meaning is that of ONNX ``TensorScatter``: ``past_cache[b,..,w[b]+s,..] = update[b,..,s,..]``
 along ``axis``; ``write_mode`` is what ONNX calls ``mode``. Both return nothing.
 
 Tensors (positional)
     past_cache, or key_cache and value_cache: ``[B, .., T, ..]``, any strides that do not overlap.
-    update, or key and value: of the cache's dtype and shape, but ``[.., S, ..]`` with ``S <= T`` along
-    ``axis``; any strides. write_indices ``[B]`` int32 or int64, never read by the host; without it
-    writing starts at 0. k_scale, v_scale: for float8 caches, not supported yet.
+    update, or key and value: of the cache's dtype and shape, but ``[.., S, ..]`` with ``S <= T``
+    along ``axis``; any strides. write_indices ``[B]`` int32 or int64, never read by the host;
+    without it writing starts at 0. k_scale, v_scale: for float8 caches, not supported yet.
 Scalars (keyword)
     axis: the dimension of positions, any but 0 (default -2, as in ``[B,Hkv,T,D]``). write_mode:
     ``"linear"`` drops a position past the cache, and the whole row of a negative index, which is
@@ -66,18 +66,18 @@ def _check(
 ) -> None:
     """Raise unless each ``(cache name, cache, update name, update)`` and the rest are legal."""
     first_name, first = pairs[0][:2]
-    require_same_device(op, (first_name, first), write_indices=write_indices)
+    named = {name: tensor for pair in pairs for name, tensor in (pair[:2], pair[2:])}
+    require_same_device(op, **named, write_indices=write_indices)
     require(
         write_mode in _MODES,
         f"{op}: write_mode={write_mode!r}; it must be 'linear' or 'circular'",
     )
     for cache_name, cache, update_name, update in pairs:
-        require_same_device(op, (first_name, first), **{cache_name: cache, update_name: update})
         _check_pair(op, cache_name, cache, update_name, update, axis)
         require(
             cache.shape[0] == first.shape[0],
-            f"{op}: {cache_name} has batch size {cache.shape[0]} and {first_name} {first.shape[0]}; "
-            "they must agree",
+            f"{op}: {cache_name} has batch size {cache.shape[0]} and {first_name} "
+            f"{first.shape[0]}; they must agree",
         )
     if write_indices is not None:
         require_type(
@@ -86,8 +86,8 @@ def _check(
         )
         require(
             write_indices.dim() == 1 and write_indices.shape[0] == first.shape[0],
-            f"{op}: write_indices has shape {shape_of(write_indices)}; it must be ({first.shape[0]},), "
-            "one index for each batch row",
+            f"{op}: write_indices has shape {shape_of(write_indices)}; it must be "
+            f"({first.shape[0]},), one index for each batch row",
         )
 
 
@@ -95,15 +95,15 @@ def _check_pair(
     op: str, cache_name: str, cache: Tensor, update_name: str, update: Tensor, axis: int
 ) -> None:
     rank = cache.dim()
+    shapes = f"{update_name} has shape {shape_of(update)} and {cache_name} {shape_of(cache)}"
     require_type(
         update.dtype is cache.dtype,
-        f"{op}: {update_name} is {dtype_name(update.dtype)} and {cache_name} {dtype_name(cache.dtype)}; "
-        "they must have one dtype (nothing is cast): convert the update",
+        f"{op}: {update_name} is {dtype_name(update.dtype)} and {cache_name} "
+        f"{dtype_name(cache.dtype)}; they must have one dtype (nothing is cast): convert one",
     )
     require(
         rank >= 2 and update.dim() == rank,
-        f"{op}: {cache_name} has shape {shape_of(cache)} and {update_name} {shape_of(update)}; they must "
-        "have one rank of at least 2",
+        f"{op}: {shapes}; they must have one rank of at least 2",
     )
     require(
         -rank <= axis < rank and axis % rank != 0,
@@ -114,14 +114,12 @@ def _check_pair(
         if dim == axis:
             require(
                 update.shape[dim] <= cache.shape[dim],
-                f"{op}: {update_name} has shape {shape_of(update)} and {cache_name} {shape_of(cache)}; "
-                f"along axis {axis} the update must not be longer than the cache",
+                f"{op}: {shapes}; along axis {axis} the update must not be longer than the cache",
             )
         else:
             require(
                 update.shape[dim] == cache.shape[dim],
-                f"{op}: {update_name} has shape {shape_of(update)} and {cache_name} {shape_of(cache)}; "
-                f"they must agree in dimension {dim}",
+                f"{op}: {shapes}; they must agree in dimension {dim}",
             )
     for size, stride in zip(cache.shape, cache.stride()):
         require(
@@ -135,8 +133,8 @@ def _check_scales(op: str, k_scale: Tensor | None, v_scale: Tensor | None) -> No
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         require(
             scale is None,
-            f"{op}: {name} is given; scales go with float8 caches only, which are not supported yet: "
-            "leave it out",
+            f"{op}: {name} is given; scales go with float8 caches only, which are not supported "
+            "yet: leave it out",
         )
 
 
@@ -153,8 +151,9 @@ def _check_values(
     last = cache.shape[axis] - update.shape[axis]
     if (write_indices > last).any():
         raise ValueError(
-            f"{op}: write_indices is {write_indices.tolist()}; with {update.shape[axis]} new positions in "
-            f"a cache of {cache.shape[axis]} an index must be at most {last} (negative skips the row)"
+            f"{op}: write_indices is {write_indices.tolist()}; with {update.shape[axis]} new "
+            f"positions in a cache of {cache.shape[axis]} an index must be at most {last} "
+            "(a negative one skips its row)"
         )
 
 

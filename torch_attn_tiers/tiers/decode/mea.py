@@ -1,7 +1,7 @@
 """PyTorch's memory-efficient attention: additive masks, float32, and many query rows.
 
-Its bias lets ``0 * NaN`` through from a hidden key, so it takes nothing that hides keys whose memory
-may hold anything: no lengths and no bool masks. Keys past a short mask are cut off instead.
+Its bias lets ``0 * NaN`` through from a hidden key, so it takes nothing that hides keys whose
+memory may hold anything: no lengths and no bool masks. Keys past a short mask are cut off instead.
 """
 
 from __future__ import annotations
@@ -83,8 +83,11 @@ def _alignment(problem: DecodeProblem) -> str | None:
 
 def _is_aligned(facts: TensorFacts, vector: int) -> bool:
     batch, head, row, last = facts.stride
-    return facts.aligned and last == 1 and 0 <= row < 2**31 and not any(
-        stride % vector for stride in (batch, head, row)
+    return (
+        facts.aligned
+        and last == 1
+        and 0 <= row < 2**31
+        and not any(stride % vector for stride in (batch, head, row))
     )
 
 
