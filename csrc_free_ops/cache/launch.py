@@ -17,18 +17,16 @@ import torch
 _TILE_ELEMENTS = 1024
 
 # Copied as they are; every other dtype is viewed as an integer of its size.
-_NATIVE_DTYPES = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    }
-)
+_TRITON_TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -235,16 +233,22 @@ def _run(plan: ScatterPlan, tensors: tuple[Any, ...], write_indices: torch.Tenso
         write_indices,
         plan.index_stride,
         *plan.integers,
-        ROWS=plan.rows,
-        BLOCK_D=plan.block_d,
-        CIRCULAR=plan.circular,
-        HAS_INDICES=plan.has_indices,
-        HAS_VALUE=plan.has_value,
+        **_constants(plan),
     )
 
 
+def _constants(plan: ScatterPlan) -> dict[str, Any]:
+    return {
+        "ROWS": plan.rows,
+        "BLOCK_D": plan.block_d,
+        "CIRCULAR": plan.circular,
+        "HAS_INDICES": plan.has_indices,
+        "HAS_VALUE": plan.has_value,
+    }
+
+
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype in _NATIVE_DTYPES:
+    if tensor.dtype in _TRITON_TYPES:
         return tensor
     return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
 
@@ -254,3 +258,42 @@ def _kernel() -> Any:
     from csrc_free_ops.cache.kernels import scatter_kernel
 
     return scatter_kernel
+
+
+def compile_for(plan: ScatterPlan, dtype: torch.dtype, target: Any) -> Any:
+    """The kernel of `plan`, compiled for a Triton `GPUTarget`; the GPU need not be there.
+
+    Tensors are of `dtype` and 16-byte aligned, indices int32.
+    """
+    import triton
+
+    kernel = _kernel()
+    values: dict[str, Any] = dict(
+        key_cache=dtype,
+        key=dtype,
+        value_cache=dtype if plan.has_value else None,
+        value=dtype if plan.has_value else None,
+        write_indices=torch.int32 if plan.has_indices else None,
+        index_stride=plan.index_stride,
+    )
+    values.update(zip(kernel.arg_names[len(values) :], plan.integers, strict=False))
+    fixed = _constants(plan)
+    values.update(fixed)
+    unspecialized = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], list[list[Any]]] = {}
+    for position, (name, value) in enumerate(values.items()):
+        specialized = name not in unspecialized
+        if isinstance(value, torch.dtype):
+            signature[name] = "*" + _TRITON_TYPES[value]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif name in fixed or value is None or (specialized and value == 1):
+            signature[name] = "constexpr"
+            constants[(position,)] = value
+        else:
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if specialized and value % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=target)
