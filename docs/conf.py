@@ -12,6 +12,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"{project} {release}"
+html_show_copyright = False
 
 myst_heading_anchors = 3
 nitpicky = False

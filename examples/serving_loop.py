@@ -358,6 +358,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--backend", default=default_backend(device), help="of torch.compile")
     args = parser.parse_args(argv)
+    if args.device == "cpu":
+        torch.set_num_threads(1)  # this model is too small to be shared out
     for dtype in args.dtype:
         run(DTYPES[dtype], args)
 
