@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from csrc_free_ops.cache import kv_scatter, tensor_scatter
+from csrc_free_ops.cache import kv_scatter, launch, tensor_scatter
 from csrc_free_ops.cache.launch import scatter_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,3 +138,25 @@ def test_a_decode_step_is_one_small_launch_in_both_layouts() -> None:
         plan = scatter_plan((layout, layout), 1, -2, False)
         assert plan is not None and plan.grid == (batch,)
         assert plan.rows * plan.block_d == heads * head_dim
+
+
+def test_cold_in_a_capture_writes_without_loading_the_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys, values, key = normal(2, 3, 7, 24), normal(2, 3, 7, 24), normal(2, 3, 2, 24)
+    w = torch.tensor([6, 1], device=DEVICE)
+    expected = loop(keys, key, w, -2, False), loop(values, key, w, -2, False)
+    monkeypatch.setattr(launch, "_captures", lambda device: True)
+    monkeypatch.setattr(launch, "_run", None)
+    with pytest.warns(UserWarning, match="call it once with these shapes before the capture"):
+        kv_scatter(keys, values, key, key, w)
+    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
+
+
+def test_warm_in_a_capture_launches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, update = normal(2, 3, 7, 56), normal(2, 3, 2, 56)
+    tensor_scatter(cache, update)
+    monkeypatch.setattr(launch, "_captures", lambda device: True)
+    update += 1
+    tensor_scatter(cache, update)
+    assert torch.equal(cache[:, :, :2], update)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ class ScatterPlan(NamedTuple):
     circular: bool
     has_indices: bool
     has_value: bool
+    launched: set[tuple[Any, ...]]  # the dtypes, alignments and devices whose kernel is loaded
 
 
 class _Folded(NamedTuple):
@@ -99,7 +101,7 @@ def _scatter(
     plan = scatter_plan(layouts, index_stride, axis, circular)
     if plan is not None:
         if plan.grid[0]:
-            _launch(plan, pairs, write_indices)
+            _launch(plan, pairs, write_indices, axis)
     elif len(pairs) == 2:
         for pair in pairs:
             _scatter((pair,), write_indices, axis, circular)
@@ -156,6 +158,7 @@ def scatter_plan(
         circular=circular,
         has_indices=index_stride is not None,
         has_value=len(layouts) == 2,
+        launched=set(),
     )
 
 
@@ -215,22 +218,50 @@ def _launch(
     plan: ScatterPlan,
     pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...],
     write_indices: torch.Tensor | None,
+    axis: int,
 ) -> None:
-    tensors: tuple[torch.Tensor | None, ...] = tuple(_copyable(t) for pair in pairs for t in pair)
+    device = pairs[0][0].device
+    tensors: list[torch.Tensor | None] = [_copyable(t) for pair in pairs for t in pair]
     if len(pairs) == 1:
         tensors += (None, None)
-    device = pairs[0][0].device
+    tensors.append(write_indices)
+    loaded = (device.index, *((t.dtype, t.data_ptr() % 16 == 0) for t in tensors if t is not None))
+    if loaded not in plan.launched and _captures(device):
+        _write_without_the_kernel(pairs, write_indices, axis, plan.circular)
+        return
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):  # Triton launches on the current device
-            _run(plan, tensors, write_indices)
+            _run(plan, tensors)
     else:
-        _run(plan, tensors, write_indices)
+        _run(plan, tensors)
+    plan.launched.add(loaded)
 
 
-def _run(plan: ScatterPlan, tensors: tuple[Any, ...], write_indices: torch.Tensor | None) -> None:
+def _captures(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _write_without_the_kernel(
+    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+    write_indices: torch.Tensor | None,
+    axis: int,
+    circular: bool,
+) -> None:
+    """Captures the reference: loading a kernel inside a capture could invalidate it."""
+    from csrc_free_ops.reference import tensor_scatter as write
+
+    warnings.warn(
+        "a cache write was captured before its kernel was loaded, so that the graph holds several"
+        " slower kernels: call it once with these shapes before the capture",
+        stacklevel=2,
+    )
+    for cache, update in pairs:
+        write(cache, update, write_indices, axis=axis, circular=circular)
+
+
+def _run(plan: ScatterPlan, tensors: list[torch.Tensor | None]) -> None:
     _kernel()[plan.grid](
         *tensors,
-        write_indices,
         plan.index_stride,
         *plan.integers,
         **_constants(plan),
