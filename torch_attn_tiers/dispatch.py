@@ -92,12 +92,13 @@ class Explanation(NamedTuple):
 class _Built:
     """A plan in the cache."""
 
-    __slots__ = ("plan", "pinned", "used", "keys")
+    __slots__ = ("plan", "pinned", "used", "warned", "keys")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.pinned = False  # a capture has used it
         self.used = True  # since the cache last looked for something to drop
+        self.warned = False  # that it was captured cold
         self.keys: list[Hashable] = []  # the flat keys that lead here
 
 
@@ -329,7 +330,13 @@ class _BuildFailed(Exception):
 
 
 def _is_ready(tier: Tier, problem: Problem) -> bool:
-    return (tier, problem) in _plans.plans or tier.ready(problem)
+    if (tier, problem) in _plans.plans:
+        return True
+    try:
+        return tier.ready(problem)
+    except Exception:
+        log.exception("tier %s: ready() failed on %s", tier.name, problem.describe())
+        return False
 
 
 def _build(tier: Tier, problem: Problem) -> tuple[_Built, bool]:
@@ -381,6 +388,9 @@ def _not_eligible_message(problem: Problem, verdicts: dict[Tier, tuple[str, ...]
 def _say(decision: Decision) -> None:
     problem = decision.problem
     if decision.cold:
+        if decision.built.warned:
+            return
+        decision.built.warned = True
         log.warning(
             "%s is captured, a faster tier is not ready (%s): call prepare before the capture; %s",
             decision.tier.name,
@@ -428,6 +438,10 @@ def prepare(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanati
         ValueError, TypeError: as the operator would for these arguments.
         RuntimeError: a capture is under way.
     """
+    if isinstance(device, DeviceFacts):
+        raise TypeError(
+            "prepare: device is DeviceFacts; give a device that is here, as device='cuda'"
+        )
     problem = _problem(op, args, kwargs, device)
     if problem.capturing:
         raise RuntimeError(

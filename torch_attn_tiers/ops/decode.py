@@ -124,7 +124,8 @@ def _bind(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensors
     given = f"{len(args)} positional arguments and {', '.join(unknown) or 'no unknown ones'}"
     if unknown or len(args) > len(positional):
         raise TypeError(
-            f"{op}: got {given}; it takes {', '.join(positional)} and the keywords {', '.join(keyword)}"
+            f"{op}: got {given}; it takes {', '.join(positional)}, and as keywords "
+            f"{', '.join(keyword)}"
         )
     named = dict(zip(positional, args))
     for name in positional:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,9 +41,11 @@ def define(
     direct = torch.compiler.disable(kernel)  # else Dynamo traces into the choice of a tier
     for backend in DIRECT_BACKENDS:
         library.impl(qualified, direct, backend, allow_override=True)
-        library.impl(qualified, fallthrough_kernel, f"Autograd{backend}", allow_override=True)
-    if mutates:
-        library.impl(qualified, fallthrough_kernel, "ADInplaceOrView", allow_override=True)
+    with warnings.catch_warnings():  # that a kernel is overridden is the point
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")
+        library.impl(qualified, fallthrough_kernel, "Autograd", allow_override=True)
+        if mutates:
+            library.impl(qualified, fallthrough_kernel, "ADInplaceOrView", allow_override=True)
 
 
 def forbid_grad(op: str, *tensors: Tensor | None) -> None:
