@@ -81,3 +81,27 @@ def assert_close(
         f"{what}: relative error {whole:.3g} of the whole, {row:.3g} of row {index}, "
         f"tolerance {limit:.3g} ({actual.dtype}, tier {tier})"
     )
+
+
+def assert_rounded_once(actual: torch.Tensor, expected: torch.Tensor, *, what: str) -> None:
+    """Fails unless each value is the float32 one, within its tolerance, rounded to the dtype.
+
+    For scores: a row of them may have one finite value, and the rounding of one bfloat16 (up to
+    2^-8) is more than the error of a whole row may be. This is sharper: it holds for each value.
+    """
+    dtype = actual.dtype
+    computed_in = torch.promote_types(dtype, torch.float32)
+    assert tuple(actual.shape) == tuple(expected.shape), what
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    rounded = expected.to(dtype)
+    same = (actual == rounded) | (actual.isnan() & rounded.isnan())
+    finite = torch.isfinite(rounded) & torch.isfinite(actual)
+    scale = torch.where(finite, expected, 0.0).abs().amax(-1, keepdim=True)
+    unit = torch.finfo(dtype).eps / 2
+    allowed = unit * expected.abs() + OWN[computed_in] * scale
+    near = finite & ((actual.double() - expected).abs() <= allowed)
+    wrong = ~(same | near)
+    assert not bool(wrong.any()), (
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} values differ, first at "
+        f"{wrong.nonzero()[0].tolist()}: {actual[wrong][0]}, expected {expected[wrong][0]}"
+    )

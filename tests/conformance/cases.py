@@ -157,27 +157,27 @@ def mixed_lengths_as_served(m: Maker) -> Call:
     return Call({**call, "nonpad_kv_seqlen": m.lengths(lengths)})
 
 
-@case(flash=False)
+@case()
 def empty_batch(m: Maker) -> Call:
     return Call(m.qkv(B=0))
 
 
-@case(flash=False)
+@case()
 def empty_batch_with_lengths(m: Maker) -> Call:
     return Call({**m.qkv(B=0), "nonpad_kv_seqlen": m.lengths([])})
 
 
-@case(flash=False)
+@case()
 def no_query_rows(m: Maker) -> Call:
     return Call(m.qkv(Sq=0))
 
 
-@case(flash=False)
+@case()
 def no_keys_give_zero(m: Maker) -> Call:
     return Call(m.qkv(T=0))
 
 
-@case(flash=False)
+@case()
 def no_keys_with_lengths_and_sinks_give_zero(m: Maker) -> Call:
     call = {**m.qkv(T=0, Sq=3), "nonpad_kv_seqlen": m.lengths([0, 4])}
     return Call({**call, "sinks": m.normal(4, dtype=torch.float32)}, {"is_causal": True})
@@ -224,7 +224,7 @@ def rank_three_scores_are_rank_four(m: Maker) -> Call:
     return Call(call, scalars, "qk")
 
 
-@case()
+@case(mea=True)
 def rank_three_with_past(m: Maker) -> Call:
     call = _packed(m, 2, 2, 3, 4, 2, m.D, 2 * m.D)
     call["past_key"] = m.normal(2, 2, 20, m.D)
@@ -346,7 +346,7 @@ def causal_with_fewer_keys_than_rows_empties_the_first_rows(m: Maker) -> Call:
 
 
 def _window(name: str, left: int, right: int, causal: bool, lengths: bool, Sq: int = 5) -> None:
-    @case(name=name)
+    @case(name=name, mea=not lengths)
     def make(m: Maker) -> Call:
         call: dict = m.qkv(B=3 if lengths else 1, Sq=Sq)
         if lengths:
@@ -367,7 +367,7 @@ _window("both_windows_not_causal", 2, 1, False, True)
 _window("both_windows_without_lengths", 1, 2, False, False)
 
 
-@case()
+@case(mea=True)
 def left_window_empties_rows_past_the_keys(m: Maker) -> Call:
     """Top left with more rows than keys: p - left lies past the last key."""
     return Call(m.qkv(B=1, Sq=12, T=4), {"left_window_size": 2})
@@ -415,7 +415,7 @@ def softcap_of_logits_in_the_thousands(m: Maker) -> Call:
     return Call(call, {"softcap": 50.0, "scale": 1.0})
 
 
-@case()
+@case(mea=True)
 def logits_in_the_thousands_without_softcap(m: Maker) -> Call:
     call = m.qkv()
     call["key"][:, :, 4] *= 200
@@ -503,7 +503,7 @@ def rank_three_mask_with_as_many_heads_as_batches(m: Maker) -> Call:
 
 
 def _short_mask(name: str, keys: int, kind: str, lengths: bool = False) -> None:
-    @case(name=name)
+    @case(name=name, mea=kind == "additive" and not lengths)
     def make(m: Maker) -> Call:
         call: dict = m.qkv(Sq=2)
         shape = (2, 1, 2, keys)
@@ -651,7 +651,7 @@ def transposed_mask(m: Maker) -> Call:
     return Call({**m.qkv(Sq=3), "attn_mask": m.flags(2, m.T, 3).transpose(1, 2)[:, None]})
 
 
-@case()
+@case(mea=True)
 def mask_sliced_from_a_wider_buffer(m: Maker) -> Call:
     return Call({**m.qkv(Sq=2), "attn_mask": m.normal(2, 1, 2, m.T + 7)[..., 3:-4]})
 
@@ -700,17 +700,17 @@ def present_with_empty_past(m: Maker) -> Call:
     return Call(_with_past(m, 0, 6), {"is_causal": True}, "present")
 
 
-@case()
+@case(mea=True)
 def causal_single_row_with_past_hides_new_keys_but_the_first(m: Maker) -> Call:
     return Call(_with_past(m, 9, 4), {"is_causal": True}, "present")
 
 
-@case()
+@case(mea=True)
 def causal_rows_with_past(m: Maker) -> Call:
     return Call(_with_past(m, m.T - 4, 4, Sq=4), {"is_causal": True}, "present")
 
 
-@case()
+@case(mea=True)
 def window_with_past(m: Maker) -> Call:
     call = _with_past(m, m.T - 3, 3, Sq=3)
     return Call(call, {"left_window_size": 5, "right_window_size": 0}, "present")
@@ -721,7 +721,7 @@ def mask_over_past_and_new_keys(m: Maker) -> Call:
     return Call({**_with_past(m, 12, 3, Sq=3), "attn_mask": m.flags(3, 15)}, {}, "present")
 
 
-@case()
+@case(mea=True)
 def present_of_strided_inputs_is_contiguous(m: Maker) -> Call:
     call = m.qkv(T=3)
     for name in ("key", "value"):
@@ -805,14 +805,14 @@ def key_and_value_halves_of_one_allocation(m: Maker) -> Call:
     return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
 
 
-@case()
+@case(mea=True)
 def query_sliced_from_a_packed_projection(m: Maker) -> Call:
     Hq, Hkv = 4, 2
     packed = m.normal(2, 1, Hq + 2 * Hkv, m.D).transpose(1, 2)
     return Call({**m.qkv(), "query": packed[:, :Hq]})
 
 
-@case()
+@case(mea=True)
 def all_three_sliced_from_a_packed_projection(m: Maker) -> Call:
     packed = m.normal(2, 7, 8, m.D).transpose(1, 2)
     query, key, value = packed.split([4, 2, 2], dim=1)
@@ -842,7 +842,7 @@ def slice_of_a_larger_cache(m: Maker) -> Call:
     return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
 
 
-@case()
+@case(mea=True)
 def every_second_position_of_a_cache(m: Maker) -> Call:
     call = m.qkv()
     for name in ("key", "value"):
@@ -859,7 +859,7 @@ def head_dimension_cut_from_a_wider_one(m: Maker) -> Call:
     return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
 
 
-@case()
+@case(mea=True)
 def heads_expanded_with_stride_zero(m: Maker) -> Call:
     call = m.qkv()
     for name in ("key", "value"):
@@ -876,12 +876,12 @@ def batch_expanded_with_stride_zero(m: Maker) -> Call:
     return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 0, 5])})
 
 
-@case()
+@case(mea=True)
 def query_expanded_over_heads_and_batch(m: Maker) -> Call:
     return Call({**m.qkv(), "query": m.normal(1, 1, 1, m.D).expand(2, 4, 1, m.D)})
 
 
-@case()
+@case(mea=True)
 def positions_expanded_with_stride_zero(m: Maker) -> Call:
     call = m.qkv()
     call["value"] = m.normal(2, 2, 1, m.D).expand(2, 2, m.T, m.D)

@@ -1,0 +1,180 @@
+"""Compiles the kernels' specialisations of real model shapes for one GPU, without having it.
+
+    TRITON_INTERPRET=0 python -m tests.compile_only sm_90 decode
+
+prints one JSON line for each kernel: its name and the bytes of shared memory that it asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from csrc_free_ops.facts import DeviceFacts, broadcast_facts, contiguous_facts, heads_first_facts
+
+KIB = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What Triton is told, and the shared memory of one block (vendor's programming guide)."""
+
+    backend: str
+    arch: Any
+    warp: int
+    shared_memory: int
+    multiprocessors: int
+
+    def device(self, name: str) -> DeviceFacts:
+        capability = (self.arch // 10, self.arch % 10) if self.backend == "cuda" else (9, 4)
+        return DeviceFacts(
+            "cuda", 0, capability, name, self.multiprocessors, self.shared_memory, 50 << 20, False
+        )
+
+
+TARGETS = {
+    "sm_80": Target("cuda", 80, 32, 163 * KIB, 108),
+    "sm_89": Target("cuda", 89, 32, 99 * KIB, 142),
+    "sm_90": Target("cuda", 90, 32, 227 * KIB, 132),
+    "sm_100": Target("cuda", 100, 32, 227 * KIB, 148),
+    "sm_120": Target("cuda", 120, 32, 99 * KIB, 170),
+    "gfx942": Target("hip", "gfx942", 64, 64 * KIB, 304),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Heads and head sizes of a model, and what its attention asks for besides."""
+
+    Hq: int
+    Hkv: int
+    D: int
+    Dv: int | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    rows: tuple[int, ...] = (1,)
+    B: int = 16
+    T: int = 8192
+    mask: torch.dtype | None = None
+    sinks: torch.dtype | None = None
+    softcap: float = 0.0
+    left_window: int = -1
+    batch_invariant: bool = False
+    lengths: bool = True
+    positions_first: bool = False
+
+
+ALL = (torch.bfloat16, torch.float16, torch.float32)
+MODELS = {
+    "llama-3-8b": Model(32, 8, 128, dtypes=ALL, rows=(1, 4, 16, 512)),
+    "llama-3-8b one sequence": Model(32, 8, 128, B=1, T=131072),
+    "llama-3-70b": Model(64, 8, 128, B=64, rows=(1, 8)),
+    "llama-2-7b (no groups)": Model(32, 32, 128, dtypes=ALL, positions_first=True),
+    "llama-3.2-1b": Model(32, 8, 64, dtypes=ALL),
+    "qwen2.5-7b (groups of 7)": Model(28, 4, 128),
+    "qwen3-next": Model(16, 2, 256, dtypes=ALL, rows=(1, 4)),
+    "gemma-2-9b": Model(16, 8, 256, softcap=50.0, left_window=4095),
+    "gemma-3-27b": Model(32, 16, 128, left_window=1023),
+    "gpt-oss-120b": Model(64, 8, 64, sinks=torch.bfloat16, left_window=127),
+    "phi-2 (head size 80)": Model(32, 32, 80, dtypes=(torch.float16,)),
+    "phi-3-mini (head size 96)": Model(32, 32, 96, left_window=2046),
+    "falcon-7b (one KV head)": Model(71, 1, 64),
+    "deepseek (192 and 128)": Model(16, 16, 192, Dv=128, rows=(1, 4)),
+    "bool mask": Model(32, 8, 128, mask=torch.bool, rows=(1, 4)),
+    "additive mask, everything on": Model(
+        32, 8, 128, dtypes=ALL, rows=(4,), mask=torch.float32, sinks=torch.float32, softcap=30.0,
+        left_window=511, lengths=False,
+    ),
+    "batch invariant": Model(32, 8, 128, dtypes=ALL, rows=(1, 4), batch_invariant=True),
+    "widest head in float32": Model(8, 8, 256, dtypes=(torch.float32,), rows=(1, 16)),
+}  # fmt: skip
+
+
+def decode(name: str) -> Iterator[tuple[str, int]]:
+    """(name, bytes of shared memory) of each decode kernel."""
+    from csrc_free_ops.decode import plan_split_kv, unsupported
+    from csrc_free_ops.decode.launch import compile_for
+
+    target = TARGETS[name]
+    device, gpu = target.device(name), _gpu_target(target)
+    seen = set()
+    for model_name, model in MODELS.items():
+        for dtype, rows in itertools.product(model.dtypes, model.rows):
+            query = contiguous_facts((model.B, model.Hq, rows, model.D), dtype)
+            key = _cache(model, model.D, dtype)
+            value = _cache(model, model.Dv or model.D, dtype)
+            options: dict[str, Any] = {
+                "lengths_dtype": torch.int32 if model.lengths else None,
+                "mask": _mask(model, rows),
+                "sinks_dtype": model.sinks,
+                "is_causal": rows > 1,
+                "offset": 0,
+                "scale": model.D**-0.5,
+                "softcap": model.softcap,
+                "left_window": model.left_window,
+                "right_window": -1,
+                "batch_invariant": model.batch_invariant,
+            }
+            what = f"{model_name}, {str(dtype).removeprefix('torch.')}, {rows} rows"
+            reason = unsupported(query, key, value, device, **options)
+            if reason is not None:
+                raise SystemExit(f"{what}: not supported on {name}: {reason}")
+            plan = plan_split_kv(query, key, value, device, **options)
+            if plan.specialization in seen:
+                continue
+            seen.add(plan.specialization)
+            yield what, compile_for(plan, gpu).metadata.shared
+
+
+def _cache(model: Model, size: int, dtype: torch.dtype) -> Any:
+    if not model.positions_first:
+        return contiguous_facts((model.B, model.Hkv, model.T, size), dtype)
+    flat = torch.empty(model.B, model.T, model.Hkv * size, dtype=dtype, device="meta")
+    return heads_first_facts(flat, model.Hkv)
+
+
+def _mask(model: Model, rows: int) -> Any:
+    if model.mask is None:
+        return None
+    mask = torch.empty(model.B, 1, rows, model.T, dtype=model.mask, device="meta")
+    return broadcast_facts(mask, (model.B, model.Hq, rows))
+
+
+def cache(name: str) -> Iterator[tuple[str, int]]:
+    """(name, bytes of shared memory) of each cache-write kernel."""
+    from csrc_free_ops.cache.launch import compile_for, scatter_plan
+
+    gpu = _gpu_target(TARGETS[name])
+    for heads, size, rows in ((8, 128, 1), (8, 128, 16), (32, 80, 1), (2, 256, 4)):
+        caches = torch.empty(4, heads, 4096, size, device="meta")
+        update = torch.empty(4, heads, rows, size, device="meta")
+        layout = (caches.shape, caches.stride(), update.shape, update.stride())
+        for tensors, circular, index in itertools.product((1, 2), (False, True), (None, 1)):
+            plan = scatter_plan((layout,) * tensors, index, -2, circular)
+            assert plan is not None
+            for dtype in (torch.bfloat16, torch.float32, torch.int8):
+                what = f"{tensors} caches of {heads} x {size}, {dtype}, circular={circular}"
+                yield what, compile_for(plan, dtype, gpu).metadata.shared
+
+
+KERNELS = {"decode": decode, "cache": cache}
+
+
+def _gpu_target(target: Target) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget(target.backend, target.arch, target.warp)
+
+
+def main(target: str, kernel: str) -> None:
+    for name, shared in KERNELS[kernel](target):
+        print(json.dumps({"name": name, "shared": shared}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
