@@ -1,4 +1,4 @@
-"""How `attn_tiers::decode` behaves as a PyTorch operator: fake kernels, compile, export, autograd."""
+"""`attn_tiers::decode` as a PyTorch operator: fake kernels, compile, export, autograd."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _tuple(result: Any) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-# ------------------------------------------------------------------------------------ fake kernels
+# -------------------------------------------------------------------------------- fake kernels
 
 
 @with_calls
@@ -137,7 +137,7 @@ def test_direct_kernels_outlive_a_garbage_collection() -> None:
         assert "AutogradCPU: fallthrough" in table and "AutogradCUDA: fallthrough" in table
 
 
-# ------------------------------------------------------------------------------------------ compile
+# -------------------------------------------------------------------------------------- compile
 
 
 def _step(
@@ -203,7 +203,7 @@ def test_export_round_trip_with_another_batch(overload: str) -> None:
     torch.testing.assert_close(torch.export.load(stored).module()(*args), Step()(*args))
 
 
-# ------------------------------------------------------------------------------------------ autograd
+# -------------------------------------------------------------------------------------- autograd
 
 
 WEIGHT = torch.ones(D, requires_grad=True)
@@ -262,7 +262,7 @@ def test_autocast_casts_nothing() -> None:
             decode(query.bfloat16(), key, value)
 
 
-# ------------------------------------------------------------------------- errors, eager and compiled
+# --------------------------------------------------------------------- errors, eager and compiled
 
 
 def test_error_of_the_fake_kernel_is_that_of_the_real_one() -> None:

@@ -120,7 +120,7 @@ class Decision:
         self.tier = tier
         self.passed_over = passed_over
         self.cold = cold
-        self.fresh = fresh  # built for the call to come
+        self.fresh = fresh  # built by the call that decided
         self.built = built
         self.cuda_index = problem.device.index if problem.device.type == "cuda" else None
 
@@ -141,9 +141,12 @@ class Decision:
         record = DispatchRecord(
             self.problem.op, self.tier.name, self.problem, self.passed_over, self.cold, self.fresh
         )
-        self.fresh = False
         for recording in tuple(_recordings):
             recording.append(record)
+
+    def again(self) -> Decision:
+        """The same for calls to come."""
+        return Decision(self.problem, self.tier, self.passed_over, self.cold, False, self.built)
 
 
 class _PlanCache:
@@ -245,7 +248,7 @@ def decide(key: Hashable, problem: Problem) -> Decision:
     decision = _first_that_builds(problem, _examine(problem))
     _say(decision)
     if not decision.cold:
-        _plans.remember(key, decision)
+        _plans.remember(key, decision.again())
     return decision
 
 

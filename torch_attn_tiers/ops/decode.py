@@ -429,13 +429,21 @@ def _problem(
         sinks_dtype=None if sinks is None else sinks.dtype,
         is_causal=is_causal,
         past_len=sizes.P,
-        scale=1 / math.sqrt(sizes.D) if scalars.scale is None else scalars.scale,
+        scale=_canonical_scale(sizes.D, scalars.scale),
         softcap=scalars.softcap,
         left_window=left_window,
         right_window=right_window,
         qk_mode=scalars.qk_matmul_output_mode if op == "decode.qk" else None,
         batch_invariant=scalars.batch_invariant,
     )
+
+
+def _canonical_scale(D: int, scale: float | None) -> float:
+    """The scale; the default if it is that but for its last bits, as ``D**-0.5`` may be."""
+    default = 1 / math.sqrt(D)
+    if scale is None or math.isclose(scale, default, rel_tol=1e-14):
+        return default
+    return scale
 
 
 def _canonical_window(sizes: Sizes, has_lengths: bool, scalars: Scalars) -> tuple[bool, int, int]:

@@ -60,8 +60,8 @@ _BASICS = (_no_triton, _device, _dtype, _qk_output)
 
 
 def _kernel_limits(problem: DecodeProblem) -> str | None:
-    """What the kernel itself says, of problems that it could be asked about."""
-    if not _triton_is_installed() or _dtype(problem) is not None:
+    """What the kernel itself says, where it could run at all: importing Triton takes a second."""
+    if any(basic(problem) is not None for basic in (_no_triton, _device, _dtype)):
         return None
     from csrc_free_ops.decode import unsupported
 

@@ -1,0 +1,187 @@
+"""Readiness in CUDA graph captures, with an invented capture. Real ones are in tests/gpu."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torch_attn_tiers
+from tests.test_dispatch import Invented
+from torch_attn_tiers import ColdCaptureError, dispatch, explain, register_tier
+
+decode = torch.ops.attn_tiers.decode
+
+
+@pytest.fixture
+def fast() -> Iterator[Invented]:
+    invented = Invented("fast")
+    with register_tier(invented.tier, before="flash"):
+        yield invented
+
+
+@pytest.fixture
+def slower(fast: Invented) -> Iterator[Invented]:
+    invented = Invented("slower")
+    with register_tier(invented.tier, before="flash"):
+        yield invented
+
+
+@pytest.fixture
+def capturing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Call it to begin or end a capture."""
+
+    def set_capturing(state: bool = True) -> None:
+        for module in ("torch_attn_tiers.ops.decode", "torch_attn_tiers.ops.tensor_scatter"):
+            monkeypatch.setattr(f"{module}.is_capturing", lambda device: state)
+
+    return set_capturing
+
+
+def _qkv() -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+
+
+def _record(*args: Any, **kwargs: Any) -> torch_attn_tiers.DispatchRecord:
+    with torch_attn_tiers.record_dispatch() as calls:
+        decode(*args, **kwargs)
+    (call,) = calls
+    return call
+
+
+def test_cold_capture_is_an_error_that_names_prepare(fast: Invented, capturing: Any) -> None:
+    capturing()
+    args = _qkv()
+    assert explain("decode", *args).chosen is None
+    with pytest.raises(ColdCaptureError) as error:
+        decode(*args)
+    text = str(error.value)
+    assert "torch_attn_tiers.prepare('decode', ...)" in text and "(fast)" in text
+    with pytest.raises(ColdCaptureError, match="prepare\\('decode.present', ...\\)"):
+        decode.present(*args)
+    assert fast.builds == 0
+
+
+@pytest.mark.parametrize("how", ["prepare", "call"])
+def test_prepared_or_run_before_it_is_captured(how: str, fast: Invented, capturing: Any) -> None:
+    args = _qkv()
+    if how == "prepare":
+        torch_attn_tiers.prepare("decode", *(t.to("meta") for t in args), device="cpu")
+    else:
+        decode(*args)
+    capturing()
+    assert explain("decode", *args).chosen == "fast"
+    record = _record(*args)
+    assert (record.tier, record.cold, record.built) == ("fast", False, False)
+
+
+def test_a_tier_that_builds_without_compiling_is_captured(fast: Invented, capturing: Any) -> None:
+    capturing()
+    fast.ready = True
+    record = _record(*_qkv())
+    assert (record.tier, record.cold, record.built) == ("fast", False, True)
+
+
+def test_slower_kernel_that_is_ready_is_captured_cold_with_one_warning(
+    fast: Invented, slower: Invented, capturing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = _qkv()
+    decode(*args, tier="slower")
+    capturing()
+    with caplog.at_level(logging.WARNING, logger="torch_attn_tiers"):
+        for _ in range(3):
+            record = _record(*args)
+            assert record.tier == "slower" and record.cold
+            assert record.passed_over == {"fast": ("not ready in a CUDA graph capture",)}
+    (warning,) = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "slower is captured" in warning.getMessage() and "fast" in warning.getMessage()
+    capturing(False)
+    assert _record(*args).tier == "fast"  # a cold decision is not kept
+
+
+def test_unfused_never_stands_in_for_a_cold_kernel(fast: Invented, capturing: Any) -> None:
+    args = _qkv()
+    decode(*args, tier="unfused")
+    capturing()
+    with pytest.raises(ColdCaptureError):
+        decode(*args)
+    record = _record(*args, tier="unfused")  # asked for by name it is another matter
+    assert record.tier == "unfused" and not record.cold
+
+
+def test_unfused_is_captured_if_no_kernel_takes_the_call(fast: Invented, capturing: Any) -> None:
+    fast.reason = "does not like this call"
+    capturing()
+    record = _record(*_qkv())
+    assert record.tier == "unfused" and not record.cold
+
+
+def test_forced_tier_that_is_cold_is_an_error(fast: Invented, capturing: Any) -> None:
+    capturing()
+    with pytest.raises(ColdCaptureError):
+        decode(*_qkv(), tier="fast")
+
+
+def test_failed_build_in_a_capture_leads_to_the_next_rule(
+    fast: Invented, slower: Invented, capturing: Any
+) -> None:
+    fast.ready = slower.ready = True
+    fast.failure = RuntimeError("no")
+    capturing()
+    assert _record(*_qkv()).tier == "slower"
+
+
+def test_prepare_in_a_capture_is_an_error(fast: Invented, capturing: Any) -> None:
+    capturing()
+    with pytest.raises(RuntimeError, match="call prepare before the capture"):
+        torch_attn_tiers.prepare("decode", *_qkv())
+
+
+def test_check_option_reads_nothing_during_a_capture(capturing: Any) -> None:
+    capturing()
+    with torch_attn_tiers.options(check=True):
+        decode(*_qkv(), torch.tensor([99, 99]))
+        cache = torch.zeros(2, 3, 4)
+        torch.ops.attn_tiers.tensor_scatter_(cache, cache[:, :1].clone(), torch.tensor([9, 9]))
+
+
+def test_pinned_plans_stay_beyond_the_bound_until_released(
+    fast: Invented, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "MAX_PLANS", 2)
+    cache = dispatch._PlanCache()
+    problems = [
+        explain("decode", *_qkv(), scale=scale).problem for scale in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    ]
+    pinned = cache.add(fast.tier, problems[0], lambda: None)
+    cache.pin(pinned)
+    cache.pin(pinned)
+    for problem in problems[1:]:
+        cache.add(fast.tier, problem, lambda: None)
+    assert len(cache.pinned) == 1 and len(cache.plans) == 3
+    assert cache.plans[fast.tier, problems[0]] is pinned
+    assert cache.release() == 1
+    assert not cache.pinned and len(cache.plans) == 2
+
+
+def test_release_tells_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    released = []
+    invented = Invented("keeper", release=lambda: released.append(True))
+    with register_tier(invented.tier):
+        assert torch_attn_tiers.release_captured_plans() == 0
+    assert released == [True]
+
+
+def test_explanation_counts_pinned_plans(fast: Invented) -> None:
+    args = _qkv()
+    decode(*args)
+    built = dispatch._plans.plans[fast.tier, explain("decode", *args).problem]
+    before = explain("decode", *args).pinned_plans
+    dispatch._plans.pin(built)
+    explanation = explain("decode", *args)
+    assert explanation.pinned_plans == before + 1
+    assert f"plans held by captured graphs: {before + 1}" in str(explanation)
+    assert torch_attn_tiers.release_captured_plans() == before + 1
