@@ -1,8 +1,9 @@
-"""Decode attention over a KV cache, split along the keys, in Triton.
+"""Decode attention over a KV cache, split along the keys, in one Triton launch.
 
-Needs ``triton``. ``plan_split_kv`` turns shapes, strides and options into a plan; ``plan.run`` launches them.
+Needs ``triton``. ``plan_split_kv`` turns shapes, strides and options into a plan; ``plan.run`` launches it.
 """
 
 from csrc_free_ops.decode.launch import SplitKVConfig, SplitKVPlan, plan_split_kv, unsupported
+from csrc_free_ops.decode.scratch import release_captured_counters
 
-__all__ = ["SplitKVConfig", "SplitKVPlan", "plan_split_kv", "unsupported"]
+__all__ = ["SplitKVConfig", "SplitKVPlan", "plan_split_kv", "release_captured_counters", "unsupported"]

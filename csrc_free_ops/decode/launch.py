@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from csrc_free_ops.decode.kernels import merge_kernel, split_kv_kernel
+from csrc_free_ops.decode.kernels import split_kv_kernel
+from csrc_free_ops.decode.scratch import counter_arena
 from csrc_free_ops.facts import DeviceFacts, TensorFacts
 
 MAX_HEAD_DIM = 256
@@ -32,6 +33,7 @@ class SplitKVConfig(NamedTuple):
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
+    max_registers: int | None = None  # a thread; fewer let more programs share a multiprocessor
 
 
 def _pow2(n: int) -> int:
@@ -136,21 +138,28 @@ def plan_split_kv(
         config = default_config(rows, d, dv, query.dtype.itemsize, capacity, device)
     block_m, block_n = config.block_m, config.block_n
     block_dv = max(_pow2(dv), 16)
-    tasks = batch * kv_heads * _cdiv(rows, block_m)
+    row_tiles = _cdiv(rows, block_m)
+    tasks = batch * kv_heads * row_tiles
     tiles = max(1, _cdiv(capacity, block_n))
-    part_rows = min(_pow2(rows), block_m)
-
-    if batch_invariant:
-        # Key positions alone set the cuts. Many query rows keep the machine busy without any.
-        split_tiles = max(1, _INVARIANT_SPLIT_KEYS // block_n) if rows <= 64 else _INT32_MAX // (2 * block_n)
-        splits = _cdiv(tiles, split_tiles)
-        programs = slots = tasks * splits
-        cuts = tasks if splits > 1 else 0
+    places = device.multiprocessors * config.programs_per_multiprocessor
+    balanced = row_tiles == 1 and not batch_invariant
+    split_tiles = 0
+    if balanced:
+        splits, programs = 1, _programs(tasks, tiles, places)
+        slots, merges = 2 * programs, programs > 1
+        parts = _cdiv(programs, max(tasks, 1)) + 1
     else:
-        split_tiles, splits = 0, 1
-        programs = _programs(tasks, tiles, device.multiprocessors * config.programs_per_multiprocessor)
-        slots = 2 * programs
-        cuts = programs - 1
+        if batch_invariant:
+            # Key positions alone set the cuts. Many query rows keep the machine busy without any.
+            split_tiles = max(1, _INVARIANT_SPLIT_KEYS // block_n) if rows <= 64 else _INT32_MAX // (2 * block_n)
+            splits = _cdiv(tiles, split_tiles)
+        else:
+            splits = min(max(places // max(tasks, 1), 1), tiles)
+        programs = slots = tasks * splits
+        merges, parts = splits > 1, splits
+    part_rows = min(_pow2(rows), block_m)
+    # As many parts at a time as a task has, and as the registers hold.
+    merge_parts = min(_pow2(parts), max(64 * config.num_warps * 32 // (part_rows * block_dv), 1))
 
     # A window wider than the cache is no window; it must not overflow either.
     reach = capacity + q_len
@@ -164,7 +173,11 @@ def plan_split_kv(
     natural = softcap > 0 or has_bias
     nvidia = device.type == "cuda" and device.arch.startswith("sm_")
     pdl = nvidia and device.capability is not None and device.capability >= (9, 0)
-    options = {"launch_pdl": True} if pdl else {}
+    options: dict[str, Any] = dict(num_warps=config.num_warps)
+    if pdl:
+        options["launch_pdl"] = True
+    if nvidia and config.max_registers is not None:
+        options["maxnreg"] = config.max_registers
 
     absent = (query.dtype, query.aligned)  # an unused pointer argument: the query stands in for it
     tensor_q, tensor_k, tensor_v = ((t.dtype, t.aligned) for t in (query, key, value))
@@ -172,57 +185,41 @@ def plan_split_kv(
     tensor_lengths = absent if lengths_dtype is None else (lengths_dtype, False)
     tensor_sinks = absent if sinks_dtype is None else (sinks_dtype, False)
     tensor_mask = absent if mask is None else (_storage(mask.dtype), mask.aligned)
-    tensor_partials = (torch.float32, True) if cuts else tensor_out
+    tensor_partials = (torch.float32, True) if merges else tensor_out
+    tensor_counters = (torch.int32, True) if merges else tensor_out
 
     o_strides = out_stride or (q_heads * q_len * dv, q_len * dv, dv)
-    shape: dict[str, int] = dict(batch=batch, kv_heads=kv_heads, group=group, q_len=q_len, capacity=capacity)
-    bounds: dict[str, int] = dict(
-        past=offset, left=left_window if has_left else 0, right=right_window if has_right else 0
-    )
-    parts: dict[str, int] = dict(splits=splits, slots=slots)
-    flags: dict[str, Any] = dict(
-        HAS_LENGTHS=lengths_dtype is not None, HAS_SINKS=sinks_dtype is not None, IS_CAUSAL=is_causal,
-        HAS_LEFT=has_left, HAS_RIGHT=has_right, PDL=pdl,
-    )  # fmt: skip
-    blocks: dict[str, Any] = dict(
-        DV=dv, BLOCK_DV=block_dv, BLOCK_B=1 if batch_invariant else _pow2(batch), BLOCK_M=block_m, BLOCK_N=block_n,
-        ROWS=part_rows, SPLIT_TILES=split_tiles,
-    )  # fmt: skip
-
-    split = Launch(
+    launch = Launch(
         split_kv_kernel,
         grid=(programs,),
         pointers=dict(
             query=tensor_q, key=tensor_k, value=tensor_v, out=tensor_out, lengths=tensor_lengths, mask=tensor_mask,
-            sinks=tensor_sinks, partials=tensor_partials,
+            sinks=tensor_sinks, partials=tensor_partials, counters=tensor_counters,
         ),
         scalars=dict(
-            **shape, mask_len=mask.shape[3] if mask is not None else 0, **bounds, **parts,
+            batch=batch, kv_heads=kv_heads, group=group, q_len=q_len, capacity=capacity,
+            mask_len=mask.shape[3] if mask is not None else 0, past=offset,
+            left=left_window if has_left else 0, right=right_window if has_right else 0, splits=splits, slots=slots,
             scale=scale if natural else scale * _LOG2E, softcap=float(softcap) if softcap > 0 else 1.0,
             **_strides("q_stride_", "bhs", query), **_strides("k_stride_", "bht", key),
             **_strides("v_stride_", "bht", value), **dict(zip(_OUT_STRIDES, o_strides)),
             **_mask_strides(mask),
         ),
         constants=dict(
-            D=d, BLOCK_D=max(_pow2(d), 16), **blocks, SINGLE_QUERY=q_len == 1,
-            HAS_BOOL_MASK=mask is not None and not has_bias, HAS_BIAS=has_bias, HAS_SOFTCAP=softcap > 0, **flags,
-            DOT_PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=config.num_stages,
+            D=d, DV=dv, BLOCK_D=max(_pow2(d), 16), BLOCK_DV=block_dv, BLOCK_B=_pow2(batch) if balanced else 1,
+            BLOCK_M=block_m, BLOCK_N=block_n, ROWS=part_rows, PARTS=merge_parts, BALANCED=balanced,
+            SPLIT_TILES=split_tiles, MERGE=merges, SINGLE_QUERY=q_len == 1, HAS_LENGTHS=lengths_dtype is not None,
+            HAS_BOOL_MASK=mask is not None and not has_bias, HAS_BIAS=has_bias, HAS_SINKS=sinks_dtype is not None,
+            HAS_SOFTCAP=softcap > 0, IS_CAUSAL=is_causal, HAS_LEFT=has_left, HAS_RIGHT=has_right,
+            DOT_PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=config.num_stages, PDL=pdl,
         ),
-        options=dict(num_warps=config.num_warps, **options),
-    )  # fmt: skip
-    merge = Launch(
-        merge_kernel,
-        grid=(cuts, part_rows),
-        pointers=dict(partials=tensor_partials, out=tensor_out, lengths=tensor_lengths, sinks=tensor_sinks),
-        scalars=dict(**shape, **bounds, **parts, programs=programs, **dict(zip(_OUT_STRIDES, o_strides))),
-        constants=dict(**blocks, PARTS=max(1, 4096 // block_dv), NATURAL=natural, **flags),
-        options=dict(num_warps=4, **options),
+        options=options,
     )  # fmt: skip
     return SplitKVPlan(
         device=device,
-        split=split,
-        merge=merge if cuts else None,
-        scratch=slots * part_rows * (block_dv + 2) if cuts else 0,
+        launch=launch,
+        scratch=slots * part_rows * (block_dv + 2) if merges else 0,
+        counters=tasks if merges else 0,
         empty=batch * q_heads * q_len * dv == 0,
     )
 
@@ -257,30 +254,26 @@ def _storage(dtype: torch.dtype) -> torch.dtype:
 
 
 class SplitKVPlan:
-    """Both launches, worked out. Safe to share between threads; holds no tensor."""
+    """One launch, worked out. Safe to share between threads; holds no tensor."""
 
-    def __init__(
-        self, *, device: DeviceFacts, split: Launch, merge: Launch | None, scratch: int, empty: bool
-    ) -> None:
+    def __init__(self, *, device: DeviceFacts, launch: Launch, scratch: int, counters: int, empty: bool) -> None:
         self.device = device
-        self.split = split
-        self.merge = merge
-        self.launches = (split,) if merge is None else (split, merge)
-        self.scratch = scratch  # float32 elements
+        self.launch = launch
+        self.scratch = scratch  # float32 elements for parts
+        self.counters = counters  # zeroed int32 counters, one a task
         self.empty = empty
-        self.specialization = (device.index, *(launch.specialization for launch in self.launches))
+        self.specialization = (device.index, launch.specialization)
 
     def is_compiled(self) -> bool:
         """Whether a run needs no compiler and no module load."""
-        if self.empty or self.device.interpret:
-            return True
-        return all(launch.is_compiled(self.device.index) for launch in self.launches)
+        return self.empty or self.device.interpret or self.launch.is_compiled(self.device.index)
 
     def compile(self) -> None:
-        """Compiles and loads the kernels; launches nothing. Not for use inside a capture."""
+        """Compiles and loads the kernel and sets counters aside; launches nothing. Not for use inside a capture."""
         if not self.is_compiled():
-            for launch in self.launches:
-                launch.compile(self.device.index)
+            self.launch.compile(self.device.index)
+        if self.counters and not self.device.interpret:
+            counter_arena(self.device.index).reserve(self.counters)
 
     def run(
         self,
@@ -303,13 +296,20 @@ class SplitKVPlan:
             lengths = query
         if sinks is None:
             sinks = query
-        if self.merge is None:
-            self.split(query, key, value, out, lengths, mask, sinks, out)
-        else:
+        if self.counters:
             partials = torch.empty(self.scratch, dtype=torch.float32, device=out.device)
-            self.split(query, key, value, out, lengths, mask, sinks, partials)
-            self.merge(partials, out, lengths, sinks)
+            self.launch(query, key, value, out, lengths, mask, sinks, partials, self._counters(out.device))
+        else:
+            self.launch(query, key, value, out, lengths, mask, sinks, out, out)
         return out
+
+    def _counters(self, device: torch.device) -> torch.Tensor:
+        if device.type == "cpu":
+            return torch.zeros(self.counters, dtype=torch.int32)
+        arena = counter_arena(self.device.index)
+        if torch.cuda.is_current_stream_capturing():
+            return arena.for_captured_call(self.counters)
+        return arena.for_stream(torch.cuda.current_stream(device).cuda_stream, self.counters)
 
 
 _COMPILED: set[Any] = set()
@@ -391,14 +391,13 @@ class Launch:
                     attributes[at] = [["tt.divisibility", 16]]
         options = dict(self.options)
         if target.backend != "cuda":
-            options.pop("launch_pdl", None)
+            options = dict(num_warps=options["num_warps"])
         source = triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=target, options=options)
 
 
 _UNSPECIALIZED = frozenset(
-    ("batch", "kv_heads", "group", "q_len", "capacity", "mask_len", "past", "left", "right", "splits", "slots",
-     "programs")
+    ("batch", "kv_heads", "group", "q_len", "capacity", "mask_len", "past", "left", "right", "splits", "slots")
 )  # fmt: skip
 _TRITON_TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",

@@ -124,10 +124,18 @@ def _build(problem: DecodeProblem) -> Plan:
     return plan
 
 
+def _release() -> None:
+    if _triton_is_installed():
+        from csrc_free_ops.decode import release_captured_counters
+
+        release_captured_counters()
+
+
 TIER = Tier(
     op="decode",
     name="flash",
     predicates=(*_BASICS, _kernel_limits),
     build=_build,
     ready=_ready,
+    release=_release,
 )

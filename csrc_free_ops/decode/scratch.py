@@ -1,0 +1,109 @@
+"""Counters that are zero between launches, one piece of memory per stream and per captured call.
+
+A task's counter is zero before a launch and set back to zero by the program that merges the task, so nobody has to
+clear it again. Two launches that may run at the same time must not share counters: outside captures launches on one
+stream follow each other, so a stream owns a piece; a graph may be replayed on any stream beside any other graph, so
+every captured call owns a piece.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+COUNTERS_PER_CHUNK = 1 << 20  # 4 MiB
+
+
+class CounterArena:
+    """The zeroed counters of one device, handed out in pieces that never overlap."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._rest: torch.Tensor | None = None
+        self._by_stream: dict[int, torch.Tensor] = {}
+        self._captured: list[torch.Tensor] = []
+
+    def reserve(self, count: int) -> None:
+        """Makes sure that the next ``count`` counters need no allocation. Not for use inside a capture."""
+        with self._lock:
+            if self._rest is None or self._rest.numel() < count:
+                self._rest = _zeros_outside_pools(max(2 * count, COUNTERS_PER_CHUNK), self._device)
+
+    def for_stream(self, stream: int, count: int) -> torch.Tensor:
+        """At least ``count`` zero counters that belong to ``stream``."""
+        counters = self._by_stream.get(stream)
+        while counters is None or counters.numel() < count:
+            self.reserve(max(count, 1024))
+            with self._lock:
+                counters = self._carve(max(count, 1024))
+                if counters is not None:
+                    self._by_stream[stream] = counters
+        return counters
+
+    def for_captured_call(self, count: int) -> torch.Tensor:
+        """At least ``count`` zero counters for one call in the capture under way."""
+        with self._lock:
+            counters = self._carve(count)
+            if counters is not None:
+                self._captured.append(counters)
+                return counters
+        # The arena is used up and a capture is no place to allocate outside the graph's pool: zeroed by the graph.
+        return torch.zeros(count, dtype=torch.int32, device=self._device)
+
+    def release_captured(self) -> None:
+        """Forgets the pieces of captured calls. Their graphs must not run again."""
+        with self._lock:
+            self._captured.clear()
+
+    def _carve(self, count: int) -> torch.Tensor | None:
+        count = -(-count // 32) * 32  # a cache line, so that pieces do not contend
+        if self._rest is None or self._rest.numel() < count:
+            return None
+        piece, self._rest = self._rest[:count], self._rest[count:]
+        return piece
+
+
+def _zeros_outside_pools(count: int, device: torch.device) -> torch.Tensor:
+    """Zeros that belong to no CUDA graph's memory pool, complete when this returns.
+
+    A pool takes the allocations of the thread or stream that warms up or records a graph, and would hand the memory
+    out again when the recording ends; a thread and stream of our own are outside of it.
+    """
+    result: list[torch.Tensor] = []
+    errors: list[BaseException] = []
+
+    def allocate() -> None:
+        try:
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)) as _:
+                result.append(torch.zeros(count, dtype=torch.int32, device=device))
+                torch.cuda.current_stream(device).synchronize()
+        except BaseException as error:  # handed to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=allocate, name="attn_tiers-counters")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+_ARENAS: dict[int, CounterArena] = {}
+_ARENAS_LOCK = threading.Lock()
+
+
+def counter_arena(device_index: int) -> CounterArena:
+    """The counters of CUDA device ``device_index``."""
+    arena = _ARENAS.get(device_index)
+    if arena is None:
+        with _ARENAS_LOCK:
+            arena = _ARENAS.setdefault(device_index, CounterArena(torch.device("cuda", device_index)))
+    return arena
+
+
+def release_captured_counters() -> None:
+    """Forgets the counters of captured calls on every device. The graphs that used them must not run again."""
+    for arena in list(_ARENAS.values()):
+        arena.release_captured()
