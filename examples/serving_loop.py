@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +37,10 @@ import torch_attn_tiers
 
 ops = torch.ops.attn_tiers
 
-PIECE = 16  # prompts are prefilled in pieces of this many tokens, all of one shape
+PIECE = 32  # prompts are prefilled in pieces of this many tokens, all of one shape
 
-# Relative error allowed between 16-bit logits and those of the plain loop in the same dtype.
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 3e-3}
+# Relative error allowed between the logits of a token and those of plain PyTorch in that dtype.
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 3e-3}
 
 
 # ---------------------------------------------------------------------------------- the model
@@ -95,6 +96,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(config, i, dtype) for i in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=1e-6)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        half = config.head_dim // 2
+        self.frequency = nn.Buffer(10000.0 ** (-torch.arange(half) / half))
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -106,9 +109,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [B, S, width] of tokens [B, S] at positions [B, S]."""
-        half = self.config.head_dim // 2
-        frequency = 10000.0 ** (-torch.arange(half, device=tokens.device) / half)
-        angle = positions[:, None, :, None] * frequency  # [B, 1, S, D / 2]
+        angle = positions[:, None, :, None] * self.frequency  # [B, 1, S, D / 2]
         cos, sin = angle.cos(), angle.sin()
         x = self.embed(tokens)
         for layer in self.layers:
@@ -272,31 +273,33 @@ def plain_loop(model: Decoder, prompt: list[int], budget: int) -> list[int]:
 
 
 def check(model: Decoder, requests: Sequence[Request]) -> str:
-    """Compares what was served with plain PyTorch, and says what was found; raises if it differs.
+    """Compares what was served with plain PyTorch, and says what was found; exits if it differs.
 
-    float32: the tokens are equal. 16 bit: tokens may part ways at a near tie, so that the logits
-    are compared instead, each request on the tokens that it was served.
+    In float32 the tokens are those of a plain loop. In 16 bit they may part ways at a near tie.
+    In both, the logits agree, each request's on the tokens that it was served.
     """
+    findings = []
     if model.dtype == torch.float32:
         for number, request in enumerate(requests):
             expected = plain_loop(model, request.prompt, request.budget)
             if request.tokens != expected:
-                raise SystemExit(
-                    f"check      FAILED: request {number} got {request.tokens}, not {expected}"
-                )
-        return f"ok: all {sum(r.budget for r in requests)} tokens equal a plain PyTorch loop's"
+                fail(f"request {number} got {request.tokens}, not {expected}")
+        tokens = sum(request.budget for request in requests)
+        findings.append(f"{tokens} tokens of {len(requests)} requests equal a plain PyTorch loop's")
 
-    worst = 0.0
+    worst, allowed = 0.0, TOLERANCE[model.dtype]
     for request in requests:
-        expected = plain_logits(model, request.prompt + request.tokens[:-1])
-        expected = expected[len(request.prompt) - 1 :]
-        error = (torch.stack(request.logits) - expected).norm(dim=-1) / expected.norm(dim=-1)
+        plain = plain_logits(model, request.prompt + request.tokens[:-1])[-request.budget :]
+        error = (torch.stack(request.logits) - plain).norm(dim=-1) / plain.norm(dim=-1)
         worst = max(worst, error.max().item())
-    allowed = TOLERANCE[model.dtype]
-    verdict = f"logits within {worst:.1e} of a plain PyTorch loop's, {allowed:.0e} allowed"
+    findings.append(f"logits within {worst:.1e} of plain PyTorch's, {allowed:.0e} allowed")
     if not worst <= allowed:
-        raise SystemExit(f"check      FAILED: {verdict}")
-    return f"ok: {verdict}"
+        fail(findings[-1])
+    return f"ok: {'; '.join(findings)}"
+
+
+def fail(what: str) -> NoReturn:
+    raise SystemExit(f"check      FAILED: {what}")
 
 
 # ---------------------------------------------------------------------------------- the program
@@ -343,7 +346,7 @@ def run(dtype: torch.dtype, args: argparse.Namespace) -> None:
     print(f"served     {len(requests)} requests in {steps} steps of {args.slots} slots")
     print(f"speed      {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s")
     print(f"tier       {', '.join(sorted(tiers))}")
-    print(f"check      {check(model, requests)}", flush=True)
+    print(f"check      {check(model, requests[: args.check])}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -356,6 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--capacity", type=int, default=128, help="tokens that a slot can hold")
     parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--check", type=int, default=12, help="how many requests to check")
     parser.add_argument("--backend", default=default_backend(device), help="of torch.compile")
     args = parser.parse_args(argv)
     if args.device == "cpu":

@@ -28,7 +28,7 @@ def example() -> ModuleType:
 def serve(example: ModuleType, dtype: torch.dtype, requests: list) -> ModuleType:
     """Serves on the CPU, through a compiled step, in caches that start as NaN."""
     model = example.Decoder(example.Config(layers=2, width=64, hidden=96), dtype)
-    server = example.Server(model, slots=3, capacity=64, backend="eager")
+    server = example.Server(model, slots=3, capacity=96, backend="eager")
     for cache in (cache for pair in server.caches for cache in pair):
         cache.fill_(torch.nan)
     server.warm_up(graph=False)
@@ -38,7 +38,7 @@ def serve(example: ModuleType, dtype: torch.dtype, requests: list) -> ModuleType
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_served_requests_match_a_plain_loop(example: ModuleType, dtype: torch.dtype) -> None:
-    requests = example.make_requests(5, capacity=64, vocabulary=512, seed=1)
+    requests = example.make_requests(5, capacity=96, vocabulary=512, seed=1)
     model = serve(example, dtype, requests)
     assert example.check(model, requests).startswith("ok")
 
@@ -49,6 +49,7 @@ def test_slots_stand_empty_and_are_used_again(example: ModuleType) -> None:
     assert max(request.arrival for request in requests) > 20
     assert len({len(request.prompt) for request in requests}) > 6
     assert any(len(request.prompt) % example.PIECE for request in requests)
+    assert any(len(request.prompt) > example.PIECE for request in requests)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -64,7 +65,7 @@ def test_the_check_notices_wrong_attention(
     ops = type("Ops", (), {"decode": staticmethod(short)})
     ops.kv_scatter_ = torch.ops.attn_tiers.kv_scatter_
     monkeypatch.setattr(example, "ops", ops)
-    requests = example.make_requests(3, capacity=64, vocabulary=512, seed=1)
+    requests = example.make_requests(3, capacity=96, vocabulary=512, seed=1)
     model = serve(example, dtype, requests)
     with pytest.raises(SystemExit, match="FAILED"):
         example.check(model, requests)
@@ -72,7 +73,7 @@ def test_the_check_notices_wrong_attention(
 
 def test_a_request_that_does_not_fit_is_refused(example: ModuleType) -> None:
     with pytest.raises(ValueError, match="does not fit"):
-        serve(example, torch.float32, [example.Request(0, [1] * 60, budget=10)])
+        serve(example, torch.float32, [example.Request(0, [1] * 90, budget=10)])
 
 
 def test_the_program_says_which_tier_ran(
