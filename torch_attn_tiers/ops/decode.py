@@ -495,11 +495,12 @@ def _decode(
     **scalars: Any,
 ) -> Tensor:
     if torch.is_grad_enabled():
-        forbid_grad("decode", query, key, value, attn_mask, sinks, k_scale, v_scale)
+        forbid_grad("decode", query, key, value, attn_mask, sinks)
     options = current()
     # All that the problem depends on. Spelled out, because a call a tensor costs half a
     # microsecond.
     flat = (
+        "decode",
         options,
         query.device,
         query.shape,
@@ -519,8 +520,7 @@ def _decode(
         None if nonpad_kv_seqlen is None else _kind(nonpad_kv_seqlen),
         None if attn_mask is None else layout(attn_mask),
         None if sinks is None else _kind(sinks),
-        k_scale is None,
-        v_scale is None,
+        k_scale is None and v_scale is None,
         *scalars,
         *scalars.values(),
     )
