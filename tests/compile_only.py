@@ -70,14 +70,15 @@ class Model:
 
 
 ALL = (torch.bfloat16, torch.float16, torch.float32)
+TWO = (torch.bfloat16, torch.float32)
 MODELS = {
     "llama-3-8b": Model(32, 8, 128, dtypes=ALL, rows=(1, 4, 16, 512)),
     "llama-3-8b one sequence": Model(32, 8, 128, B=1, T=131072),
     "llama-3-70b": Model(64, 8, 128, B=64, rows=(1, 8)),
-    "llama-2-7b (no groups)": Model(32, 32, 128, dtypes=ALL, positions_first=True),
-    "llama-3.2-1b": Model(32, 8, 64, dtypes=ALL),
+    "llama-2-7b (no groups)": Model(32, 32, 128, dtypes=TWO, positions_first=True),
+    "llama-3.2-1b": Model(32, 8, 64, dtypes=TWO),
     "qwen2.5-7b (groups of 7)": Model(28, 4, 128),
-    "qwen3-next": Model(16, 2, 256, dtypes=ALL, rows=(1, 4)),
+    "qwen3-next": Model(16, 2, 256, dtypes=TWO, rows=(1, 4)),
     "gemma-2-9b": Model(16, 8, 256, softcap=50.0, left_window=4095),
     "gemma-3-27b": Model(32, 16, 128, left_window=1023),
     "gpt-oss-120b": Model(64, 8, 64, sinks=torch.bfloat16, left_window=127),
@@ -87,10 +88,10 @@ MODELS = {
     "deepseek (192 and 128)": Model(16, 16, 192, Dv=128, rows=(1, 4)),
     "bool mask": Model(32, 8, 128, mask=torch.bool, rows=(1, 4)),
     "additive mask, everything on": Model(
-        32, 8, 128, dtypes=ALL, rows=(4,), mask=torch.float32, sinks=torch.float32, softcap=30.0,
+        32, 8, 128, dtypes=TWO, rows=(4,), mask=torch.float32, sinks=torch.float32, softcap=30.0,
         left_window=511, lengths=False,
     ),
-    "batch invariant": Model(32, 8, 128, dtypes=ALL, rows=(1, 4), batch_invariant=True),
+    "batch invariant": Model(32, 8, 128, dtypes=TWO, rows=(1, 4), batch_invariant=True),
     "widest head in float32": Model(8, 8, 256, dtypes=(torch.float32,), rows=(1, 16)),
 }  # fmt: skip
 
@@ -98,7 +99,6 @@ MODELS = {
 def decode(name: str) -> Iterator[tuple[str, int]]:
     """(name, bytes of shared memory) of each decode kernel."""
     from csrc_free_ops.decode import plan_split_kv, unsupported
-    from csrc_free_ops.decode.launch import compile_for
 
     target = TARGETS[name]
     device, gpu = target.device(name), _gpu_target(target)
@@ -128,7 +128,7 @@ def decode(name: str) -> Iterator[tuple[str, int]]:
             if plan.specialization in seen:
                 continue
             seen.add(plan.specialization)
-            yield what, compile_for(plan, gpu).metadata.shared
+            yield what, plan.launch.compile_for(gpu).metadata.shared
 
 
 def _cache(model: Model, size: int, dtype: torch.dtype) -> Any:
@@ -147,19 +147,49 @@ def _mask(model: Model, rows: int) -> Any:
 
 def cache(name: str) -> Iterator[tuple[str, int]]:
     """(name, bytes of shared memory) of each cache-write kernel."""
-    from csrc_free_ops.cache.launch import compile_for, scatter_plan
+    from csrc_free_ops.cache.launch import scatter_plan
 
     gpu = _gpu_target(TARGETS[name])
-    for heads, size, rows in ((8, 128, 1), (8, 128, 16), (32, 80, 1), (2, 256, 4)):
+    for heads, size, rows in ((8, 128, 1), (8, 128, 16), (32, 80, 1)):
         caches = torch.empty(4, heads, 4096, size, device="meta")
         update = torch.empty(4, heads, rows, size, device="meta")
         layout = (caches.shape, caches.stride(), update.shape, update.stride())
-        for tensors, circular, index in itertools.product((1, 2), (False, True), (None, 1)):
-            plan = scatter_plan((layout,) * tensors, index, -2, circular)
+        for tensors, circular in itertools.product((1, 2), (False, True)):
+            plan = scatter_plan((layout,) * tensors, 1, -2, circular)
             assert plan is not None
-            for dtype in (torch.bfloat16, torch.float32, torch.int8):
+            for dtype in ("bf16", "fp32", "i8"):
                 what = f"{tensors} caches of {heads} x {size}, {dtype}, circular={circular}"
-                yield what, compile_for(plan, dtype, gpu).metadata.shared
+                yield what, _compile_scatter(plan, dtype, gpu)
+
+
+def _compile_scatter(plan: Any, dtype: str, gpu: Any) -> int:
+    """Bytes of shared memory of the kernel that the plan launches."""
+    import triton
+
+    from csrc_free_ops.cache.kernels import scatter_kernel
+
+    names = scatter_kernel.arg_names
+    values = dict(zip(names[5:], (plan.index_stride, *plan.integers), strict=False))
+    values |= {
+        "ROWS": plan.rows, "BLOCK_D": plan.block_d, "CIRCULAR": plan.circular,
+        "HAS_INDICES": plan.has_indices, "HAS_VALUE": plan.has_value,
+    }  # fmt: skip
+    signature, constants, attributes = {}, {}, {}
+    for at, argument in enumerate(names):
+        if argument in ("key_cache", "key", "value_cache", "value"):
+            signature[argument] = "*" + dtype
+            attributes[(at,)] = [["tt.divisibility", 16]]
+        elif argument == "write_indices":
+            signature[argument] = "*i32"
+        elif argument.isupper() and len(argument) > 1 or values[argument] == 1:
+            signature[argument] = "constexpr"
+            constants[(at,)] = values[argument]
+        else:
+            signature[argument] = "i32"
+            if values[argument] % 16 == 0 and "stride" in argument:
+                attributes[(at,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(scatter_kernel, signature, constants, attributes)
+    return triton.compile(source, target=gpu).metadata.shared
 
 
 KERNELS = {"decode": decode, "cache": cache}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch._dynamo.testing
 import torch._inductor.config
 from torch._inductor.utils import run_and_get_code
 

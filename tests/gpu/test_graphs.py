@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -242,7 +243,7 @@ def test_a_graph_replays_after_larger_eager_calls_on_its_stream(maker: MakeMaker
     expected = small.run()
     graph, y = _capture(small.run)
     large.run()
-    tensors = maker(seed=2).qkv(B=64, Hq=32, Hkv=8, T=2000)
+    tensors = maker(seed=2).qkv(B=32, Hq=32, Hkv=8, T=700)
     Call(tensors, {"tier": "flash"}).run()
     junk = [torch.full((1 << 20,), math.nan, device="cuda") for _ in range(32)]
     y.fill_(math.nan)
@@ -250,6 +251,61 @@ def test_a_graph_replays_after_larger_eager_calls_on_its_stream(maker: MakeMaker
     torch.cuda.synchronize()
     del junk
     assert same_bits(y, expected)
+
+
+def test_threads_share_plans_and_not_scratch(maker: MakeMaker) -> None:
+    """Each thread has a stream of its own and goes through the same problems in another order."""
+    calls = [
+        Call(
+            {
+                **maker(seed=T).qkv(B=2, Hq=8, Hkv=2, T=T),
+                "nonpad_kv_seqlen": maker().lengths([T, 9]),
+            },
+            {"tier": "flash"},
+        )
+        for T in range(2000, 10000, 1000)
+    ]
+    require(calls[0], "flash")
+    expected = [call.run() for call in calls]
+    torch.cuda.synchronize()
+
+    def work(first: int) -> bool:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            order = [(first + i) % len(calls) for i in range(5 * len(calls))]
+            results = [(i, calls[i].run()) for i in order]
+            torch.cuda.current_stream().synchronize()
+            return all(same_bits(y, expected[i]) for i, y in results)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(8)))
+
+
+# -------------------------------------------------------------------------------------- the tail
+
+
+def test_capacity_past_the_length_costs_little(maker: MakeMaker) -> None:
+    """Splits sized by the capacity made 8192 with 2048 valid 2.5 times slower than 2560."""
+    replays = []
+    for capacity in (2560, 8192):
+        m = maker()
+        tensors = m.qkv(B=8, Hq=32, Hkv=8, T=capacity)
+        tensors["nonpad_kv_seqlen"] = m.lengths([2048] * 8)
+        call = Call(tensors, {"tier": "flash"})
+        require(call, "flash")
+        call.run()
+        replays.append(_capture(lambda call=call: [call.run() for _ in range(20)])[0])
+
+    def microseconds(graph: torch.cuda.CUDAGraph) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return 50 * begin.elapsed_time(end)
+
+    times = [[microseconds(graph) for graph in replays] for _ in range(15)]
+    tight, roomy = (min(column) for column in zip(*times, strict=True))
+    assert roomy < 1.3 * tight, f"{tight:.1f} and {roomy:.1f} microseconds a call"
 
 
 # ------------------------------------------------------------------------------------ host reads
