@@ -135,16 +135,18 @@ class _Accounts:
             target.write_text(json.dumps(self.results(), indent=2) + "\n")
 
     def results(self) -> dict[str, Any]:
+        from torch_attn_tiers.cli import environment
+
         def tally(counter: collections.Counter[str]) -> dict[str, int]:
             return {outcome: counter[outcome] for outcome in ("passed", "failed", "skipped")}
 
         return {
             "what": "tests",
             "command": " ".join(["pytest", *self.config.invocation_params.args]),
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "commit": _commit(),
-            "device": _device(),
-            "versions": _versions(),
+            "date": environment.now(),
+            "commit": environment.commit(),
+            "device": environment.device_report(environment.default_device()),
+            "versions": environment.versions(),
             "required_tiers": sorted(required_tiers(self.config)),
             "total": tally(self.total),
             "tiers": {tier: tally(self.counts[tier]) for tier in sorted(self.counts)},
@@ -166,37 +168,3 @@ class _Accounts:
                 terminalreporter.write_line(f"{'':12} {times} x {reason}")
         for tier in self.missing():
             terminalreporter.write_line(f"{tier:12} REQUIRED, BUT DID NOT RUN", red=True)
-
-
-def _commit() -> str:
-    """The commit under test, with '+' for local changes; CI may name it in GIT_COMMIT."""
-    root = pathlib.Path(__file__).parent.parent
-    try:
-        head = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        changes = subprocess.run(
-            ["git", "status", "--porcelain", "--untracked-files=no"],
-            cwd=root, capture_output=True, text=True, check=True,
-        ).stdout.strip()  # fmt: skip
-        return head + ("+" if changes else "")
-    except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
-
-
-def _device() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"CPU ({platform.machine()}), Triton interpreter"
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    for package in ("triton", "nvidia-cudnn-frontend", "flashinfer-python", "torch_attn_tiers"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
