@@ -19,12 +19,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import collections
-import datetime
-import importlib.metadata
 import json
 import pathlib
-import platform
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
