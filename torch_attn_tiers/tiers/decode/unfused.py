@@ -1,4 +1,7 @@
-"""The reference as a tier: takes every legal call on every device."""
+"""The reference as a tier: takes every legal call on every device.
+
+Its float32 products obey PyTorch's switches: with TF32 allowed for matrix products they are TF32.
+"""
 
 from __future__ import annotations
 
