@@ -36,8 +36,8 @@ else:
         "print_blob": True,
         "suppress_health_check": list(HealthCheck),
     }
-    settings.register_profile("few", max_examples=25, derandomize=True, **_quiet)
-    settings.register_profile("more", max_examples=500, **_quiet)
+    settings.register_profile("few", max_examples=40, derandomize=True, **_quiet)
+    settings.register_profile("more", max_examples=800, **_quiet)
     settings.load_profile("few")
 
 
