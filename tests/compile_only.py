@@ -72,11 +72,10 @@ class Model:
 ALL = (torch.bfloat16, torch.float16, torch.float32)
 TWO = (torch.bfloat16, torch.float32)
 MODELS = {
-    "llama-3-8b": Model(32, 8, 128, dtypes=ALL, rows=(1, 4, 16, 512)),
-    "llama-3-8b one sequence": Model(32, 8, 128, B=1, T=131072),
-    "llama-3-70b": Model(64, 8, 128, B=64, rows=(1, 8)),
-    "llama-2-7b (no groups)": Model(32, 32, 128, dtypes=TWO, positions_first=True),
-    "llama-3.2-1b": Model(32, 8, 64, dtypes=TWO),
+    "llama-3-8b": Model(32, 8, 128, dtypes=ALL, rows=(1, 4, 512)),
+    "llama-3-70b": Model(64, 8, 128, B=64, rows=(8,)),
+    "llama-2-7b (no groups)": Model(32, 32, 128, positions_first=True),
+    "llama-3.2-1b": Model(32, 8, 64, dtypes=TWO, B=1, T=131072),
     "qwen2.5-7b (groups of 7)": Model(28, 4, 128),
     "qwen3-next": Model(16, 2, 256, dtypes=TWO, rows=(1, 4)),
     "gemma-2-9b": Model(16, 8, 256, softcap=50.0, left_window=4095),
@@ -86,13 +85,13 @@ MODELS = {
     "phi-3-mini (head size 96)": Model(32, 32, 96, left_window=2046),
     "falcon-7b (one KV head)": Model(71, 1, 64),
     "deepseek (192 and 128)": Model(16, 16, 192, Dv=128, rows=(1, 4)),
-    "bool mask": Model(32, 8, 128, mask=torch.bool, rows=(1, 4)),
+    "bool mask": Model(32, 8, 128, mask=torch.bool),
     "additive mask, everything on": Model(
         32, 8, 128, dtypes=TWO, rows=(4,), mask=torch.float32, sinks=torch.float32, softcap=30.0,
         left_window=511, lengths=False,
     ),
     "batch invariant": Model(32, 8, 128, dtypes=TWO, rows=(1, 4), batch_invariant=True),
-    "widest head in float32": Model(8, 8, 256, dtypes=(torch.float32,), rows=(1, 16)),
+    "widest head in float32": Model(8, 8, 256, dtypes=(torch.float32,), rows=(16,)),
 }  # fmt: skip
 
 
