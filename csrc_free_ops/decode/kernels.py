@@ -97,19 +97,6 @@ def _tiles(lo, hi, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _share_start(program, share, rest):
-    """Where a program's share of the flat list begins; the first ``rest`` shares are one tile longer."""
-    return program * share + tl.minimum(program, rest)
-
-
-@triton.jit
-def _share_of(tile, share, rest):
-    """The program whose share holds a tile of the flat list."""
-    cut = rest * (share + 1)
-    return tl.where(tile < cut, tile // (share + 1), rest + (tile - cut) // tl.maximum(share, 1))
-
-
-@triton.jit
 def _batch_row_of(position, cumulated, n_all, BLOCK_B: tl.constexpr):
     """The batch row that holds a position of the flat list, where it begins in the list, and its valid length."""
     if BLOCK_B == 1:
@@ -148,50 +135,81 @@ def _store_part(partials, slot, slots, m, l, acc, seen, row_ok, BLOCK_M: tl.cons
     r_part = tl.arange(0, BLOCK_M)
     dv = tl.arange(0, BLOCK_DV)
     ok = row_ok & (r_part < ROWS)
-    at = slot.to(tl.int64) * ROWS + r_part
-    ml = partials + slots.to(tl.int64) * ROWS * BLOCK_DV
+    at = slot * ROWS + r_part
+    ml = partials + slots * ROWS * BLOCK_DV
     tl.store(partials + at[:, None] * BLOCK_DV + dv[None, :], acc, mask=ok[:, None])
-    tl.store(ml + at * 2, m, mask=ok)
-    tl.store(ml + at * 2 + 1, tl.where(seen != 0, l, -1.0), mask=ok)
+    tl.store(ml + at, m, mask=ok)
+    tl.store(ml + slots * ROWS + at, tl.where(seen != 0, l, -1.0), mask=ok)
+
+
+@triton.jit
+def _load_part(
+    partials, slots, part, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """(acc, m, l) of one part; of a part past the last, what adds nothing.
+
+    The first part lies in ``first_slot``, part p > first in ``(first_slot // slot_step + p - first) * slot_step``.
+    Past the L1, which may hold what other programs have overwritten since.
+    """
+    slot = tl.where(part == first_part, first_slot, (first_slot // slot_step + part - first_part) * slot_step)
+    ok = row_ok & (part <= last_part)
+    at = slot * ROWS + tl.arange(0, ROWS)
+    ml = partials + slots * ROWS * BLOCK_DV + at
+    a_ptrs = partials + at[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
+    a_part = tl.load(a_ptrs, mask=ok[:, None], other=0.0, cache_modifier=".cg")
+    m_part = tl.load(ml, mask=ok, other=float("-inf"), cache_modifier=".cg")
+    l_part = tl.load(ml + slots * ROWS, mask=ok, other=-1.0, cache_modifier=".cg")
+    return a_part, m_part, l_part
+
+
+@triton.jit
+def _add_part(l, acc, seen, a_part, m_part, l_part, m_safe, NATURAL: tl.constexpr):
+    """(l, acc, seen) with one part added, relative to the maximum ``m_safe``."""
+    w = _exp(m_part - m_safe, NATURAL)
+    hidden = l_part < 0.0
+    return l + tl.where(hidden, 0.0, l_part) * w, acc + a_part * w[:, None], seen | tl.where(hidden, 0, 1)
 
 
 @triton.jit
 def _merge_parts(
     partials, slots, first_part, last_part, first_slot, slot_step, out, sinks, b, h, row_tile, group, rows_total,
     o_stride_b, o_stride_h, o_stride_s, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_SINKS: tl.constexpr, NATURAL: tl.constexpr,
+    ROWS: tl.constexpr, UNROLL: tl.constexpr, MERGE_STAGES: tl.constexpr, HAS_SINKS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Merges all parts of one task, in their order, and writes its rows.
 
-    The first part lies in ``first_slot``, part p > first in ``(first_slot // slot_step + p - first) * slot_step``.
+    A rolled, pipelined loop: unrolled, fetching its instructions takes longer than the merge (measured: 3-10 us).
     """
     r_part = tl.arange(0, ROWS)
     r = row_tile * BLOCK_M + r_part
     row_ok = r < rows_total
-    dv = tl.arange(0, BLOCK_DV)
-    ml = partials + slots.to(tl.int64) * ROWS * BLOCK_DV
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     seen = tl.zeros([ROWS], tl.int32)
-    for part0 in range(first_part, last_part + 1, PARTS):
-        part = part0 + tl.arange(0, PARTS)
-        slot = tl.where(part == first_part, first_slot, (first_slot // slot_step + part - first_part) * slot_step)
-        at = slot.to(tl.int64)[:, None] * ROWS + r_part[None, :]
-        ok = (part <= last_part)[:, None] & row_ok[None, :]
-        # Past the L1, which may hold what other programs have overwritten since.
-        a_part = tl.load(
-            partials + at[:, :, None] * BLOCK_DV + dv[None, None, :],
-            mask=ok[:, :, None], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
-        m_part = tl.load(ml + at * 2, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        l_part = tl.load(ml + at * 2 + 1, mask=ok, other=-1.0, cache_modifier=".cg")
-        m, m_safe, alpha = _new_maximum(m, tl.max(m_part, 0), NATURAL)
-        w = _exp(m_part - m_safe[None, :], NATURAL)
-        hidden = l_part < 0.0
-        l = l * alpha + tl.sum(tl.where(hidden, 0.0, l_part) * w, 0)
-        acc = acc * alpha[:, None] + tl.sum(a_part * w[:, :, None], 0)
-        seen = seen | tl.max(tl.where(hidden, 0, 1), 0)
+    for part in tl.range(first_part, last_part + 1, UNROLL, num_stages=MERGE_STAGES):
+        a0, m0, l0 = _load_part(
+            partials, slots, part, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV, ROWS
+        )
+        m_parts = m0
+        if UNROLL == 4:
+            a1, m1, l1 = _load_part(
+                partials, slots, part + 1, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV, ROWS
+            )
+            a2, m2, l2 = _load_part(
+                partials, slots, part + 2, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV, ROWS
+            )
+            a3, m3, l3 = _load_part(
+                partials, slots, part + 3, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV, ROWS
+            )
+            m_parts = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
+        m, m_safe, alpha = _new_maximum(m, m_parts, NATURAL)
+        l, acc, seen = _add_part(l * alpha, acc * alpha[:, None], seen, a0, m0, l0, m_safe, NATURAL)
+        if UNROLL == 4:
+            l, acc, seen = _add_part(l, acc, seen, a1, m1, l1, m_safe, NATURAL)
+            l, acc, seen = _add_part(l, acc, seen, a2, m2, l2, m_safe, NATURAL)
+            l, acc, seen = _add_part(l, acc, seen, a3, m3, l3, m_safe, NATURAL)
     s_row = r // group
     head = (h * group + r - s_row * group).to(tl.int64)
     _store_rows(
@@ -208,13 +226,13 @@ def _merge_parts(
 )  # fmt: skip
 def split_kv_kernel(
     query, key, value, out, lengths, mask, sinks,
-    partials,  # float32 [slots, ROWS, BLOCK_DV], then [slots, ROWS, 2] of (m, l)
+    partials,  # float32 [slots, ROWS, BLOCK_DV] of acc, then [slots, ROWS] of m and of l
     counters,  # int32, one a task, zero at entry and at exit
     batch, kv_heads, group, q_len, capacity, mask_len, past, left, right, splits, slots, scale, softcap,
     q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     o_stride_b, o_stride_h, o_stride_s, mask_stride_b, mask_stride_h, mask_stride_s, mask_stride_t,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BALANCED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, MERGE_STAGES: tl.constexpr, BALANCED: tl.constexpr,
     SPLIT_TILES: tl.constexpr, MERGE: tl.constexpr, SINGLE_QUERY: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_BOOL_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, DOT_PRECISION: tl.constexpr,
@@ -243,21 +261,18 @@ def split_kv_kernel(
         work = tl.where(in_batch < batch, tiles_all * kv_heads, 0)
         cumulated = tl.cumsum(work, 0)
         total = tl.sum(work, 0)
-        share = total // programs
-        rest = total - share * programs
-        begin = _share_start(program, share, rest)
-        end = _share_start(program + 1, share, rest)
-        b = program * 0
-        h = program * 0
-        n = program * 0
-        lo = program * 0
-        hi = program * 0
-        tiles = program * 0
-        shift = program * 0
-        task_end = begin  # the first iteration looks its task up
-        row_tile = 0
-        s_first = 0
+        share = tl.cdiv(total, programs)
+        begin = tl.minimum(program * share, total)
+        end = tl.minimum(begin + share, total)
         s_last = q_len - 1
+        b, row_start, n = _batch_row_of(begin, cumulated, n_all, BLOCK_B)
+        lo, hi = _key_bounds(n, 0, s_last, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT)
+        first_tile, tiles = _tiles(lo, hi, BLOCK_N)
+        h = (begin - row_start) // tiles
+        task_end = row_start + (h + 1) * tiles
+        shift = first_tile - (row_start + h * tiles)
+        b_first, h_first, tiles_first, end_first = b, h, tiles, task_end
+        row_tile = 0
     else:
         row_tiles = tl.cdiv(rows_total, BLOCK_M)
         task = program // splits
@@ -315,15 +330,17 @@ def split_kv_kernel(
     for i in tl.range(begin, end, num_stages=STAGES):
         if BALANCED:
             if i >= task_end:
-                b, row_start, n = _batch_row_of(i, cumulated, n_all, BLOCK_B)
+                # Tasks follow each other: the next head, or head 0 of the next batch row.
+                h = tl.where(h + 1 < kv_heads, h + 1, 0)
+                b = tl.where(h == 0, b + 1, b)
+                n = _valid_length(lengths, b, capacity, True, HAS_LENGTHS)
                 lo, hi = _key_bounds(
                     n, 0, s_last, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
                 )
                 first_tile, tiles = _tiles(lo, hi, BLOCK_N)
-                h = (i - row_start) // tiles
                 task_begin = i + 0
-                task_end = row_start + (h + 1) * tiles
-                shift = first_tile - (row_start + h * tiles)
+                task_end = i + tiles
+                shift = first_tile - i
         wide_b = b.to(tl.int64)
         wide_h = h.to(tl.int64)
         t0 = (i + shift) * BLOCK_N
@@ -401,30 +418,35 @@ def split_kv_kernel(
     # ---- what is left: unfinished tasks
     if BALANCED:
         if MERGE:
-            if begin < end:
-                tl.debug_barrier()  # every thread's part is written before this program counts as arrived
-                for last in range(0, 2):
-                    position = begin + last * (end - 1 - begin)
-                    b, row_start, n = _batch_row_of(position, cumulated, n_all, BLOCK_B)
-                    lo, hi = _key_bounds(
-                        n, 0, s_last, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
-                    )
-                    first_tile, tiles = _tiles(lo, hi, BLOCK_N)
-                    h = (position - row_start) // tiles
-                    task_start = row_start + h * tiles
-                    first_part = _share_of(task_start, share, rest)
-                    last_part = _share_of(task_start + tiles - 1, share, rest)
-                    if (first_part < last_part) & ((last == 0) | (task_start > begin)):
-                        counter = counters + b * kv_heads + h
-                        arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                        if arrived == last_part - first_part:
-                            early = _share_start(first_part, share, rest) < task_start
-                            _merge_parts(
-                                partials, slots, first_part, last_part, 2 * first_part + tl.where(early, 1, 0), 2,
-                                out, sinks, b, h, 0, group, rows_total, o_stride_b, o_stride_h, o_stride_s,
-                                DV, BLOCK_DV, BLOCK_M, ROWS, PARTS, HAS_SINKS, NATURAL,
-                            )  # fmt: skip
-                            tl.store(counter, 0)
+            # Each part adds its tiles to the task's counter; who completes the sum has arrived last.
+            first_tiles = tl.minimum(end_first, end) - begin
+            last_tiles = end - tl.maximum(task_end - tiles, begin)
+            parted_first = (begin < end) & (first_tiles < tiles_first)
+            parted_last = (begin < end) & (last_tiles < tiles) & (task_end > end_first)
+            tl.debug_barrier()  # every thread's parts are written before this program counts as arrived
+            before_first = tl.atomic_add(
+                counters + b_first * kv_heads + h_first, first_tiles, mask=parted_first, sem="acq_rel", scope="gpu"
+            )
+            before_last = tl.atomic_add(
+                counters + b * kv_heads + h, last_tiles, mask=parted_last, sem="acq_rel", scope="gpu"
+            )
+            merge_first = parted_first & (before_first + first_tiles == tiles_first)
+            merge_last = parted_last & (before_last + last_tiles == tiles)
+            # One copy of the code serves both: it is cold, and fetching it takes longer than running it.
+            for is_last in range(tl.where(merge_first, 0, 1), tl.where(merge_last, 2, 1)):
+                b_task = tl.where(is_last > 0, b, b_first)
+                h_task = tl.where(is_last > 0, h, h_first)
+                task_stop = tl.where(is_last > 0, task_end, end_first)
+                task_start = task_stop - tl.where(is_last > 0, tiles, tiles_first)
+                first_part = task_start // share
+                # In its first program the part is a later one (odd slot) unless the share begins with the task.
+                first_slot = 2 * first_part + tl.where(first_part * share < task_start, 1, 0)
+                _merge_parts(
+                    partials, slots, first_part, (task_stop - 1) // share, first_slot, 2, out, sinks, b_task, h_task, 0,
+                    group, rows_total, o_stride_b, o_stride_h, o_stride_s,
+                    DV, BLOCK_DV, BLOCK_M, ROWS, UNROLL, MERGE_STAGES, HAS_SINKS, NATURAL,
+                )  # fmt: skip
+                tl.store(counters + b_task * kv_heads + h_task, 0)
     else:
         if begin < end:
             if not HAS_MASK:
@@ -446,6 +468,6 @@ def split_kv_kernel(
                     _merge_parts(
                         partials, slots, first_part, last_part, task * splits + first_part, 1,
                         out, sinks, b, h, row_tile, group, rows_total, o_stride_b, o_stride_h, o_stride_s,
-                        DV, BLOCK_DV, BLOCK_M, ROWS, PARTS, HAS_SINKS, NATURAL,
+                        DV, BLOCK_DV, BLOCK_M, ROWS, UNROLL, MERGE_STAGES, HAS_SINKS, NATURAL,
                     )  # fmt: skip
                     tl.store(counters + task, 0)

@@ -44,34 +44,58 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def default_config(rows: int, d: int, dv: int, itemsize: int, kv_len: int, device: DeviceFacts) -> SplitKVConfig:
-    """The tile shape for ``rows`` query rows per KV head. It never depends on the batch or on the capacity."""
+def default_config(
+    rows: int, d: int, dv: int, itemsize: int, device: DeviceFacts, *, tasks: int | None, capacity: int
+) -> SplitKVConfig:
+    """The tile shape for ``rows`` query rows per KV head; ``tasks`` of None: the same for every batch and capacity.
+
+    The preferences were measured on an H200 (benchmarks/results/split_kv_configs_h200.json); the first that fits the
+    device's shared memory is taken.
+    """
     widest = _pow2(max(d, dv, 16))
-    block_m = min(max(_pow2(rows), 16), 64)
+    # Full float32 products run on the plain units, from registers: 16 rows are what these hold.
+    block_m = min(max(_pow2(rows), 16), 64 if itemsize == 2 else 16)
+    keys = max(8192 // widest, 16)  # 16 KiB of 16-bit keys
     if itemsize == 4:
-        block_m = min(block_m, 32)
-        block_n, warps, stages, per_sm = (32 if widest <= 128 else 16), 4, 2, 2
+        choices = [SplitKVConfig(block_m, keys // 2, 4, 2, 2)]
     elif block_m > 16:
-        block_n, warps, stages, per_sm = (64 if widest <= 128 else 32), (4 if block_m <= 32 or widest <= 64 else 8), 2, 2
+        choices = [SplitKVConfig(block_m, keys, 4 if block_m * widest <= 4096 else 8, 2, 2)]
+    elif tasks is None:
+        choices = [SplitKVConfig(block_m, keys, 4, 3, 2)]
+    elif tasks * capacity <= _SMALL:
+        choices = [SplitKVConfig(block_m, keys, 4, 3, 1)]
+    elif widest == 256:
+        choices = [SplitKVConfig(block_m, 2 * keys, 8, 3, 1), SplitKVConfig(block_m, keys, 4, 3, 2)]
+    elif 48 <= tasks < 96:
+        # Often a large cache with short sequences in it: more, lighter programs lose less at their ends.
+        choices = [SplitKVConfig(block_m, keys, 4, 2, 3, 168)]
     else:
-        block_n, warps, stages, per_sm = (64 if widest <= 128 else 32), 4, 3, 2
-    config = SplitKVConfig(block_m, block_n, warps, stages, per_sm)
-    while shared_memory_bound(config, d, dv, itemsize) > device.shared_memory:
-        if config.num_stages > 1:
-            config = config._replace(num_stages=config.num_stages - 1)
-        elif config.block_n > 16:
-            config = config._replace(block_n=config.block_n // 2)
-        else:
-            break
-    return config
+        choices = [SplitKVConfig(block_m, 2 * keys, 8, 3, 1), SplitKVConfig(block_m, keys, 4, 3, 2)]
+    if tasks is not None and capacity <= 2 * keys and block_m == 16:
+        choices.insert(0, SplitKVConfig(block_m, 2 * keys if itemsize == 2 else keys, 4, 2, 1))  # one tile: no merge
+    last = choices[-1]
+    while last.num_stages > 2 or last.block_n > 16:
+        last = last._replace(num_stages=2) if last.num_stages > 2 else last._replace(block_n=last.block_n // 2)
+        choices.append(last)
+    for config in choices:
+        if shared_memory_bound(config, d, dv, itemsize) <= device.shared_memory:
+            return config
+    return choices[-1]
+
+
+_SMALL = 8 * 4096  # tasks times keys below which one program a multiprocessor is enough
 
 
 def shared_memory_bound(config: SplitKVConfig, d: int, dv: int, itemsize: int) -> int:
     """Bytes of shared memory that a program of this shape may take, from above."""
     block_d, block_dv = max(_pow2(d), 16), max(_pow2(dv), 16)
-    tiles = config.num_stages * config.block_n * (block_d + block_dv) * itemsize
-    rows = config.block_m * max(block_d, block_dv, config.block_n) * 4
-    return tiles + rows + 1024
+    in_flight = max(config.num_stages - 1, 1)
+    tiles = in_flight * (config.block_n * (block_d + block_dv) + config.block_m * block_d) * itemsize
+    exchange = min(config.block_m * block_dv * 4, 16384)  # changes of layout
+    return max(tiles + exchange, _MERGE_BYTES) + 2048
+
+
+_MERGE_BYTES = 32768  # of parts in flight while merging
 
 
 def unsupported(
@@ -100,7 +124,7 @@ def unsupported(
         return "more than 2^31 tiles of work"
     if mask is not None and mask.dtype not in MASK_DTYPES:
         return f"attn_mask dtype {mask.dtype}"
-    config = default_config(rows, d, dv, query.dtype.itemsize, capacity, device)
+    config = default_config(rows, d, dv, query.dtype.itemsize, device, tasks=None, capacity=capacity)
     if shared_memory_bound(config, d, dv, query.dtype.itemsize) > device.shared_memory:
         return f"needs more than the {device.shared_memory} bytes of shared memory of {device.arch}"
     return None
@@ -135,7 +159,8 @@ def plan_split_kv(
     group = q_heads // max(kv_heads, 1)
     rows = group * q_len
     if config is None:
-        config = default_config(rows, d, dv, query.dtype.itemsize, capacity, device)
+        tasks = None if batch_invariant else batch * kv_heads
+        config = default_config(rows, d, dv, query.dtype.itemsize, device, tasks=tasks, capacity=capacity)
     block_m, block_n = config.block_m, config.block_n
     block_dv = max(_pow2(dv), 16)
     row_tiles = _cdiv(rows, block_m)
@@ -147,7 +172,6 @@ def plan_split_kv(
     if balanced:
         splits, programs = 1, _programs(tasks, tiles, places)
         slots, merges = 2 * programs, programs > 1
-        parts = _cdiv(programs, max(tasks, 1)) + 1
     else:
         if batch_invariant:
             # Key positions alone set the cuts. Many query rows keep the machine busy without any.
@@ -156,10 +180,12 @@ def plan_split_kv(
         else:
             splits = min(max(places // max(tasks, 1), 1), tiles)
         programs = slots = tasks * splits
-        merges, parts = splits > 1, splits
+        merges = splits > 1
     part_rows = min(_pow2(rows), block_m)
-    # As many parts at a time as a task has, and as the registers hold.
-    merge_parts = min(_pow2(parts), max(64 * config.num_warps * 32 // (part_rows * block_dv), 1))
+    # Merging: four parts at a time if the registers hold them, and a bounded number of bytes in flight.
+    part_bytes = part_rows * block_dv * 4
+    unroll = 4 if programs >= 8 * tasks and part_bytes <= 64 * config.num_warps * 32 else 1
+    merge_stages = 1 + min(max(_MERGE_BYTES // (unroll * part_bytes), 1), 2)
 
     # A window wider than the cache is no window; it must not overflow either.
     reach = capacity + q_len
@@ -207,7 +233,7 @@ def plan_split_kv(
         ),
         constants=dict(
             D=d, DV=dv, BLOCK_D=max(_pow2(d), 16), BLOCK_DV=block_dv, BLOCK_B=_pow2(batch) if balanced else 1,
-            BLOCK_M=block_m, BLOCK_N=block_n, ROWS=part_rows, PARTS=merge_parts, BALANCED=balanced,
+            BLOCK_M=block_m, BLOCK_N=block_n, ROWS=part_rows, UNROLL=unroll, MERGE_STAGES=merge_stages, BALANCED=balanced,
             SPLIT_TILES=split_tiles, MERGE=merges, SINGLE_QUERY=q_len == 1, HAS_LENGTHS=lengths_dtype is not None,
             HAS_BOOL_MASK=mask is not None and not has_bias, HAS_BIAS=has_bias, HAS_SINKS=sinks_dtype is not None,
             HAS_SOFTCAP=softcap > 0, IS_CAUSAL=is_causal, HAS_LEFT=has_left, HAS_RIGHT=has_right,
@@ -231,11 +257,16 @@ _INVARIANT_SPLIT_KEYS = 512
 def _programs(tasks: int, tiles: int, places: int) -> int:
     """How many programs share the work: about as many as run at once.
 
-    A multiple of the tasks where that costs little: rows of equal length are then cut at their ends.
+    A number that divides the tasks, or that they divide, where that costs little: rows of equal length are then cut
+    at their ends, or not at all.
     """
     if tasks * tiles <= places:
         return max(1, tasks * tiles)
-    even = places // max(tasks, 1) * tasks
+    if tasks <= places:
+        even = places // tasks * tasks
+    else:
+        rounds = -(-tasks // places)
+        even = tasks // rounds if tasks % rounds == 0 else 0
     return even if even >= 0.9 * places else places
 
 
