@@ -88,8 +88,13 @@ def assert_close(
     )
 
 
-def assert_rounded_once(actual: torch.Tensor, expected: torch.Tensor, *, what: str) -> None:
+def assert_rounded_once(
+    actual: torch.Tensor, expected: torch.Tensor, *, what: str, magnitude: float = 0.0
+) -> None:
     """Fails unless each value is the float32 one, within its tolerance, rounded to the dtype.
+
+    The tolerance of float32 is relative to the largest value of the row, or to `magnitude`: the
+    size of the terms that a score is the sum of, where they may cancel.
 
     For scores: a row of them may have one finite value, and the rounding of one bfloat16 (up to
     2^-8) is more than the error of a whole row may be. This is sharper: it holds for each value.
@@ -101,7 +106,7 @@ def assert_rounded_once(actual: torch.Tensor, expected: torch.Tensor, *, what: s
     rounded = expected.to(dtype)
     same = (actual == rounded) | (actual.isnan() & rounded.isnan())
     finite = torch.isfinite(rounded) & torch.isfinite(actual)
-    scale = torch.where(finite, expected, 0.0).abs().amax(-1, keepdim=True)
+    scale = torch.where(finite, expected, 0.0).abs().amax(-1, keepdim=True).clamp(min=magnitude)
     unit = torch.finfo(dtype).eps / 2
     allowed = unit * expected.abs() + OWN[computed_in] * scale
     near = finite & ((actual.double() - expected).abs() <= allowed)
