@@ -6,4 +6,10 @@ Needs ``triton``. ``plan_split_kv`` turns shapes, strides and options into a pla
 from csrc_free_ops.decode.launch import SplitKVConfig, SplitKVPlan, plan_split_kv, unsupported
 from csrc_free_ops.decode.scratch import release_captured_counters
 
-__all__ = ["SplitKVConfig", "SplitKVPlan", "plan_split_kv", "release_captured_counters", "unsupported"]
+__all__ = [
+    "SplitKVConfig",
+    "SplitKVPlan",
+    "plan_split_kv",
+    "release_captured_counters",
+    "unsupported",
+]

@@ -124,8 +124,17 @@ def _store_rows(
         acc = acc * alpha[:, None]
     y = tl.where((seen != 0)[:, None], acc / l[:, None], 0.0)
     dv = tl.arange(0, BLOCK_DV)
-    rows = out + tl.cast(b, tl.int64) * o_stride_b + head * o_stride_h + s_row.to(tl.int64) * o_stride_s
-    tl.store(rows[:, None] + dv[None, :], y.to(out.dtype.element_ty), mask=row_ok[:, None] & (dv < DV)[None, :])
+    rows = (
+        out
+        + tl.cast(b, tl.int64) * o_stride_b
+        + head * o_stride_h
+        + s_row.to(tl.int64) * o_stride_s
+    )
+    tl.store(
+        rows[:, None] + dv[None, :],
+        y.to(out.dtype.element_ty),
+        mask=row_ok[:, None] & (dv < DV)[None, :],
+    )
 
 
 @triton.jit
@@ -152,7 +161,9 @@ def _load_part(
     The first part lies in ``first_slot``, part p > first in ``(first_slot // slot_step + p - first) * slot_step``.
     Past the L1, which may hold what other programs have overwritten since.
     """
-    slot = tl.where(part == first_part, first_slot, (first_slot // slot_step + part - first_part) * slot_step)
+    slot = tl.where(
+        part == first_part, first_slot, (first_slot // slot_step + part - first_part) * slot_step
+    )
     ok = row_ok & (part <= last_part)
     at = slot * ROWS + tl.arange(0, ROWS)
     ml = partials + slots * ROWS * BLOCK_DV + at
@@ -168,7 +179,11 @@ def _add_part(l, acc, seen, a_part, m_part, l_part, m_safe, NATURAL: tl.constexp
     """(l, acc, seen) with one part added, relative to the maximum ``m_safe``."""
     w = _exp(m_part - m_safe, NATURAL)
     hidden = l_part < 0.0
-    return l + tl.where(hidden, 0.0, l_part) * w, acc + a_part * w[:, None], seen | tl.where(hidden, 0, 1)
+    return (
+        l + tl.where(hidden, 0.0, l_part) * w,
+        acc + a_part * w[:, None],
+        seen | tl.where(hidden, 0, 1),
+    )
 
 
 @triton.jit
@@ -190,18 +205,54 @@ def _merge_parts(
     seen = tl.zeros([ROWS], tl.int32)
     for part in tl.range(first_part, last_part + 1, UNROLL, num_stages=MERGE_STAGES):
         a0, m0, l0 = _load_part(
-            partials, slots, part, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV, ROWS
+            partials,
+            slots,
+            part,
+            first_part,
+            last_part,
+            first_slot,
+            slot_step,
+            row_ok,
+            BLOCK_DV,
+            ROWS,
         )
         m_parts = m0
         if UNROLL == 4:
             a1, m1, l1 = _load_part(
-                partials, slots, part + 1, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV, ROWS
+                partials,
+                slots,
+                part + 1,
+                first_part,
+                last_part,
+                first_slot,
+                slot_step,
+                row_ok,
+                BLOCK_DV,
+                ROWS,
             )
             a2, m2, l2 = _load_part(
-                partials, slots, part + 2, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV, ROWS
+                partials,
+                slots,
+                part + 2,
+                first_part,
+                last_part,
+                first_slot,
+                slot_step,
+                row_ok,
+                BLOCK_DV,
+                ROWS,
             )
             a3, m3, l3 = _load_part(
-                partials, slots, part + 3, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV, ROWS
+                partials,
+                slots,
+                part + 3,
+                first_part,
+                last_part,
+                first_slot,
+                slot_step,
+                row_ok,
+                BLOCK_DV,
+                ROWS,
             )
             m_parts = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
         m, m_safe, alpha = _new_maximum(m, m_parts, NATURAL)
@@ -255,7 +306,17 @@ def split_kv_kernel(
         in_batch = tl.arange(0, BLOCK_B)
         n_all = _valid_length(lengths, in_batch, capacity, in_batch < batch, HAS_LENGTHS)
         lo_all, hi_all = _key_bounds(
-            n_all, 0, q_len - 1, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+            n_all,
+            0,
+            q_len - 1,
+            q_len,
+            past,
+            left,
+            right,
+            HAS_LENGTHS,
+            IS_CAUSAL,
+            HAS_LEFT,
+            HAS_RIGHT,
         )
         _first, tiles_all = _tiles(lo_all, hi_all, BLOCK_N)
         work = tl.where(in_batch < batch, tiles_all * kv_heads, 0)
@@ -266,7 +327,9 @@ def split_kv_kernel(
         end = tl.minimum(begin + share, total)
         s_last = q_len - 1
         b, row_start, n = _batch_row_of(begin, cumulated, n_all, BLOCK_B)
-        lo, hi = _key_bounds(n, 0, s_last, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT)
+        lo, hi = _key_bounds(
+            n, 0, s_last, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+        )
         first_tile, tiles = _tiles(lo, hi, BLOCK_N)
         h = (begin - row_start) // tiles
         task_end = row_start + (h + 1) * tiles
@@ -285,7 +348,17 @@ def split_kv_kernel(
         s_first = row_tile * BLOCK_M // group
         s_last = tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1)
         lo, hi = _key_bounds(
-            n, s_first, s_last, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+            n,
+            s_first,
+            s_last,
+            q_len,
+            past,
+            left,
+            right,
+            HAS_LENGTHS,
+            IS_CAUSAL,
+            HAS_LEFT,
+            HAS_RIGHT,
         )
         first_tile, tiles = _tiles(lo, hi, BLOCK_N)
         if SPLIT_TILES > 0:
@@ -313,7 +386,11 @@ def split_kv_kernel(
     dv = tl.arange(0, BLOCK_DV)
     t_tile = tl.arange(0, BLOCK_N)
     t_wide = t_tile.to(tl.int64)
-    q_ptrs = query + (g_row.to(tl.int64) * q_stride_h + s_row.to(tl.int64) * q_stride_s)[:, None] + d[None, :]
+    q_ptrs = (
+        query
+        + (g_row.to(tl.int64) * q_stride_h + s_row.to(tl.int64) * q_stride_s)[:, None]
+        + d[None, :]
+    )
     k_ptrs = key + t_wide[:, None] * k_stride_t + d[None, :]
     v_ptrs = value + t_wide[:, None] * v_stride_t + dv[None, :]
     if HAS_MASK:
@@ -335,7 +412,17 @@ def split_kv_kernel(
                 b = tl.where(h == 0, b + 1, b)
                 n = _valid_length(lengths, b, capacity, True, HAS_LENGTHS)
                 lo, hi = _key_bounds(
-                    n, 0, s_last, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+                    n,
+                    0,
+                    s_last,
+                    q_len,
+                    past,
+                    left,
+                    right,
+                    HAS_LENGTHS,
+                    IS_CAUSAL,
+                    HAS_LEFT,
+                    HAS_RIGHT,
                 )
                 first_tile, tiles = _tiles(lo, hi, BLOCK_N)
                 task_begin = i + 0
@@ -363,12 +450,26 @@ def split_kv_kernel(
             ok = key_ok[None, :]
         else:
             lo_row, hi_row = _key_bounds(
-                n, s_row, s_row, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+                n,
+                s_row,
+                s_row,
+                q_len,
+                past,
+                left,
+                right,
+                HAS_LENGTHS,
+                IS_CAUSAL,
+                HAS_LEFT,
+                HAS_RIGHT,
             )
-            ok = (t[None, :] >= (lo_row + r * 0)[:, None]) & (t[None, :] < (hi_row + r * 0)[:, None])
+            ok = (t[None, :] >= (lo_row + r * 0)[:, None]) & (
+                t[None, :] < (hi_row + r * 0)[:, None]
+            )
         if HAS_MASK:
             ok = ok & row_ok[:, None] & (t < mask_len)[None, :]
-            mask_at = mask_ptrs + (wide_b * mask_stride_b + wide_h * group * mask_stride_h + wide_t * mask_stride_t)
+            mask_at = mask_ptrs + (
+                wide_b * mask_stride_b + wide_h * group * mask_stride_h + wide_t * mask_stride_t
+            )
             given = tl.load(mask_at, mask=ok, other=0)
             if HAS_BIAS:
                 bias = given.to(tl.float32)
@@ -392,7 +493,9 @@ def split_kv_kernel(
         m, m_safe, alpha = _new_maximum(m, tl.max(s, 1), NATURAL)
         p = _exp(s - m_safe[:, None], NATURAL)
         l = l * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=DOT_PRECISION)
+        acc = tl.dot(
+            p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=DOT_PRECISION
+        )
         if HAS_MASK:
             seen = seen | tl.max(ok.to(tl.int32), 1)
 
@@ -400,7 +503,17 @@ def split_kv_kernel(
             if (i + 1 == task_end) | (i + 1 == end):
                 if not HAS_MASK:
                     lo_row, hi_row = _key_bounds(
-                        n, s_row, s_row, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+                        n,
+                        s_row,
+                        s_row,
+                        q_len,
+                        past,
+                        left,
+                        right,
+                        HAS_LENGTHS,
+                        IS_CAUSAL,
+                        HAS_LEFT,
+                        HAS_RIGHT,
                     )
                     seen_to = tl.minimum(hi_row + r * 0, (i + 1 + shift) * BLOCK_N)
                     seen_from = tl.maximum(lo_row + r * 0, (task_begin + shift) * BLOCK_N)
@@ -413,7 +526,9 @@ def split_kv_kernel(
                 elif MERGE:
                     # A share holds at most two unfinished parts: its first (even slot) and its last (odd slot).
                     slot = 2 * program + tl.where(task_begin > begin, 1, 0)
-                    _store_part(partials, slot, slots, m, l, acc, seen, row_ok, BLOCK_M, BLOCK_DV, ROWS)
+                    _store_part(
+                        partials, slot, slots, m, l, acc, seen, row_ok, BLOCK_M, BLOCK_DV, ROWS
+                    )
 
     # ---- what is left: unfinished tasks
     if BALANCED:
@@ -425,10 +540,18 @@ def split_kv_kernel(
             parted_last = (begin < end) & (last_tiles < tiles) & (task_end > end_first)
             tl.debug_barrier()  # every thread's parts are written before this program counts as arrived
             before_first = tl.atomic_add(
-                counters + b_first * kv_heads + h_first, first_tiles, mask=parted_first, sem="acq_rel", scope="gpu"
+                counters + b_first * kv_heads + h_first,
+                first_tiles,
+                mask=parted_first,
+                sem="acq_rel",
+                scope="gpu",
             )
             before_last = tl.atomic_add(
-                counters + b * kv_heads + h, last_tiles, mask=parted_last, sem="acq_rel", scope="gpu"
+                counters + b * kv_heads + h,
+                last_tiles,
+                mask=parted_last,
+                sem="acq_rel",
+                scope="gpu",
             )
             merge_first = parted_first & (before_first + first_tiles == tiles_first)
             merge_last = parted_last & (before_last + last_tiles == tiles)
@@ -451,7 +574,17 @@ def split_kv_kernel(
         if begin < end:
             if not HAS_MASK:
                 lo_row, hi_row = _key_bounds(
-                    n, s_row, s_row, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
+                    n,
+                    s_row,
+                    s_row,
+                    q_len,
+                    past,
+                    left,
+                    right,
+                    HAS_LENGTHS,
+                    IS_CAUSAL,
+                    HAS_LEFT,
+                    HAS_RIGHT,
                 )
                 seen_to = tl.minimum(hi_row + r * 0, end * BLOCK_N)
                 seen = (seen_to > tl.maximum(lo_row + r * 0, begin * BLOCK_N)).to(tl.int32)
@@ -461,7 +594,9 @@ def split_kv_kernel(
                     o_stride_b, o_stride_h, o_stride_s, DV, BLOCK_DV, HAS_SINKS, NATURAL,
                 )  # fmt: skip
             elif MERGE:
-                _store_part(partials, program, slots, m, l, acc, seen, row_ok, BLOCK_M, BLOCK_DV, ROWS)
+                _store_part(
+                    partials, program, slots, m, l, acc, seen, row_ok, BLOCK_M, BLOCK_DV, ROWS
+                )
                 tl.debug_barrier()  # every thread's part is written before this program counts as arrived
                 arrived = tl.atomic_add(counters + task, 1, sem="acq_rel", scope="gpu")
                 if arrived == last_part - first_part:

@@ -45,7 +45,14 @@ def _cdiv(a: int, b: int) -> int:
 
 
 def default_config(
-    rows: int, d: int, dv: int, itemsize: int, device: DeviceFacts, *, tasks: int | None, capacity: int
+    rows: int,
+    d: int,
+    dv: int,
+    itemsize: int,
+    device: DeviceFacts,
+    *,
+    tasks: int | None,
+    capacity: int,
 ) -> SplitKVConfig:
     """The tile shape for ``rows`` query rows per KV head; ``tasks`` of None: the same for every batch and capacity.
 
@@ -57,7 +64,7 @@ def default_config(
     block_m = min(max(_pow2(rows), 16), 64 if itemsize == 2 else 16)
     keys = max(8192 // widest, 16)  # 16 KiB of 16-bit keys
     if itemsize == 4:
-        choices = [SplitKVConfig(block_m, keys // 2, 4, 2, 2)]
+        choices = [SplitKVConfig(block_m, keys // 2, 8, 2, 2)]
     elif block_m > 16:
         choices = [SplitKVConfig(block_m, keys, 4 if block_m * widest <= 4096 else 8, 2, 2)]
     elif tasks is None:
@@ -72,11 +79,17 @@ def default_config(
     else:
         choices = [SplitKVConfig(block_m, 2 * keys, 8, 3, 1), SplitKVConfig(block_m, keys, 4, 3, 2)]
     if tasks is not None and capacity <= 2 * keys and block_m == 16:
-        choices.insert(0, SplitKVConfig(block_m, 2 * keys if itemsize == 2 else keys, 4, 2, 1))  # one tile: no merge
-    last = choices[-1]
-    while last.num_stages > 2 or last.block_n > 16:
-        last = last._replace(num_stages=2) if last.num_stages > 2 else last._replace(block_n=last.block_n // 2)
-        choices.append(last)
+        choices.insert(
+            0, SplitKVConfig(block_m, 2 * keys if itemsize == 2 else keys, 4, 2, 1)
+        )  # one tile: no merge
+    for smaller in (
+        dict(num_stages=2),
+        dict(block_n=keys // 2),
+        dict(block_n=16),
+        dict(block_m=16),
+        dict(num_stages=1),
+    ):
+        choices.append(choices[-1]._replace(**smaller))
     for config in choices:
         if shared_memory_bound(config, d, dv, itemsize) <= device.shared_memory:
             return config
@@ -89,10 +102,15 @@ _SMALL = 8 * 4096  # tasks times keys below which one program a multiprocessor i
 def shared_memory_bound(config: SplitKVConfig, d: int, dv: int, itemsize: int) -> int:
     """Bytes of shared memory that a program of this shape may take, from above."""
     block_d, block_dv = max(_pow2(d), 16), max(_pow2(dv), 16)
-    in_flight = max(config.num_stages - 1, 1)
-    tiles = in_flight * (config.block_n * (block_d + block_dv) + config.block_m * block_d) * itemsize
-    exchange = min(config.block_m * block_dv * 4, 16384)  # changes of layout
-    return max(tiles + exchange, _MERGE_BYTES) + 2048
+    if config.num_stages > 1:
+        elements = (config.num_stages - 1) * (
+            config.block_n * (block_d + block_dv) + config.block_m * block_d
+        )
+    else:
+        elements = config.block_n * max(block_d, block_dv) + config.block_m * block_d
+    # Changes of layout on the way from one matrix unit's result to the next one's operand.
+    exchange = min(config.block_m * max(block_dv, config.block_n) * 4, 32768)
+    return max(elements * itemsize + exchange, _MERGE_BYTES) + 512
 
 
 _MERGE_BYTES = 32768  # of parts in flight while merging
@@ -124,7 +142,9 @@ def unsupported(
         return "more than 2^31 tiles of work"
     if mask is not None and mask.dtype not in MASK_DTYPES:
         return f"attn_mask dtype {mask.dtype}"
-    config = default_config(rows, d, dv, query.dtype.itemsize, device, tasks=None, capacity=capacity)
+    config = default_config(
+        rows, d, dv, query.dtype.itemsize, device, tasks=None, capacity=capacity
+    )
     if shared_memory_bound(config, d, dv, query.dtype.itemsize) > device.shared_memory:
         return f"needs more than the {device.shared_memory} bytes of shared memory of {device.arch}"
     return None
@@ -160,7 +180,9 @@ def plan_split_kv(
     rows = group * q_len
     if config is None:
         tasks = None if batch_invariant else batch * kv_heads
-        config = default_config(rows, d, dv, query.dtype.itemsize, device, tasks=tasks, capacity=capacity)
+        config = default_config(
+            rows, d, dv, query.dtype.itemsize, device, tasks=tasks, capacity=capacity
+        )
     block_m, block_n = config.block_m, config.block_n
     block_dv = max(_pow2(dv), 16)
     row_tiles = _cdiv(rows, block_m)
@@ -175,7 +197,11 @@ def plan_split_kv(
     else:
         if batch_invariant:
             # Key positions alone set the cuts. Many query rows keep the machine busy without any.
-            split_tiles = max(1, _INVARIANT_SPLIT_KEYS // block_n) if rows <= 64 else _INT32_MAX // (2 * block_n)
+            split_tiles = (
+                max(1, _INVARIANT_SPLIT_KEYS // block_n)
+                if rows <= 64
+                else _INT32_MAX // (2 * block_n)
+            )
             splits = _cdiv(tiles, split_tiles)
         else:
             splits = min(max(places // max(tasks, 1), 1), tiles)
@@ -184,8 +210,11 @@ def plan_split_kv(
     part_rows = min(_pow2(rows), block_m)
     # Merging: four parts at a time if the registers hold them, and a bounded number of bytes in flight.
     part_bytes = part_rows * block_dv * 4
-    unroll = 4 if programs >= 8 * tasks and part_bytes <= 64 * config.num_warps * 32 else 1
-    merge_stages = 1 + min(max(_MERGE_BYTES // (unroll * part_bytes), 1), 2)
+    many_parts = (
+        batch_invariant or programs >= 8 * tasks
+    )  # invariant: the order of sums may not follow the capacity
+    unroll = 4 if many_parts and 4 * part_bytes <= _MERGE_BYTES else 1
+    merge_stages = 1 + min(_MERGE_BYTES // (unroll * part_bytes), 2)
 
     # A window wider than the cache is no window; it must not overflow either.
     reach = capacity + q_len
@@ -276,7 +305,9 @@ def _strides(prefix: str, dims: str, facts: TensorFacts) -> dict[str, int]:
 
 def _mask_strides(mask: TensorFacts | None) -> dict[str, int]:
     if mask is None:
-        return dict.fromkeys(("mask_stride_b", "mask_stride_h", "mask_stride_s", "mask_stride_t"), 0)
+        return dict.fromkeys(
+            ("mask_stride_b", "mask_stride_h", "mask_stride_s", "mask_stride_t"), 0
+        )
     return _strides("mask_stride_", "bhst", mask)
 
 
@@ -287,7 +318,9 @@ def _storage(dtype: torch.dtype) -> torch.dtype:
 class SplitKVPlan:
     """One launch, worked out. Safe to share between threads; holds no tensor."""
 
-    def __init__(self, *, device: DeviceFacts, launch: Launch, scratch: int, counters: int, empty: bool) -> None:
+    def __init__(
+        self, *, device: DeviceFacts, launch: Launch, scratch: int, counters: int, empty: bool
+    ) -> None:
         self.device = device
         self.launch = launch
         self.scratch = scratch  # float32 elements for parts
@@ -329,7 +362,9 @@ class SplitKVPlan:
             sinks = query
         if self.counters:
             partials = torch.empty(self.scratch, dtype=torch.float32, device=out.device)
-            self.launch(query, key, value, out, lengths, mask, sinks, partials, self._counters(out.device))
+            self.launch(
+                query, key, value, out, lengths, mask, sinks, partials, self._counters(out.device)
+            )
         else:
             self.launch(query, key, value, out, lengths, mask, sinks, out, out)
         return out

@@ -99,7 +99,9 @@ def counter_arena(device_index: int) -> CounterArena:
     arena = _ARENAS.get(device_index)
     if arena is None:
         with _ARENAS_LOCK:
-            arena = _ARENAS.setdefault(device_index, CounterArena(torch.device("cuda", device_index)))
+            arena = _ARENAS.setdefault(
+                device_index, CounterArena(torch.device("cuda", device_index))
+            )
     return arena
 
 
