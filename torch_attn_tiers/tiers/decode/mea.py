@@ -165,7 +165,7 @@ def _folded_bias(
     """What is added to the logits, ``-inf`` where a key is hidden, as ``[B,Hkv,G*Sq,T]``."""
     B, Hkv, G, Sq = problem.B, problem.Hkv, problem.G, problem.Sq
     added = additive_mask(attn_mask, T, query.dtype)
-    if query.dtype != torch.float16:
+    if isinstance(added, Tensor) and query.dtype != torch.float16:
         # The kernel multiplies by log2(e): finfo.min would become -inf, and a row of nothing else NaN.
         added = added.clamp_min(torch.finfo(torch.float32).min / 2)
     bias = torch.where(visible, added, -torch.inf)
