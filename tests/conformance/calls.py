@@ -156,15 +156,15 @@ def _shares_memory(tensor: torch.Tensor, others: Any) -> bool:
 class Maker:
     """Makes seeded inputs of one dtype on one device; `T` and `D` are the sizes to prefer.
 
-    The interpreter of Triton takes milliseconds a program, so that the sizes on a CPU are small;
-    on a GPU they are those of a model, with several splits.
+    The interpreter of Triton takes milliseconds a tile, so that the sizes on a CPU are small: just
+    large enough that a row is split and its parts are merged. On a GPU they are those of a model.
     """
 
     def __init__(
         self, dtype: torch.dtype, device: str = "cpu", *, real_sizes: bool = False, seed: int = 0
     ) -> None:
         self.dtype, self.device, self.real_sizes = dtype, device, real_sizes
-        self.T, self.D = (1100, 128) if real_sizes else (45, 16)
+        self.T, self.D = (1100, 128) if real_sizes else (197, 128)
         self._generator = torch.Generator().manual_seed(seed)
 
     def pick(self, small: int, real: int) -> int:

@@ -85,7 +85,7 @@ def group_times_rows_is_no_power_of_two(m: Maker) -> Call:
 def _head_sizes(D: int, Dv: int, flash: bool = True, everywhere: bool = True) -> None:
     @case(name=f"head_sizes_{D}_and_{Dv}", flash=flash, everywhere=everywhere)
     def make(m: Maker) -> Call:
-        T = m.pick(19, m.T)
+        T = m.pick(150, m.T)
         lengths = m.lengths([T, 5])
         return Call({**m.qkv(Hkv=1, Hq=2, T=T, D=D, Dv=Dv), "nonpad_kv_seqlen": lengths})
 
@@ -135,7 +135,7 @@ def one_key_of_capacity_and_one_row_without(m: Maker) -> Call:
 @case()
 def capacity_of_one_more_than_a_block(m: Maker) -> Call:
     """The last split holds one key."""
-    T = m.pick(65, 1025)
+    T = m.pick(129, 1025)
     return Call({**m.qkv(Hq=2, Hkv=1, T=T), "nonpad_kv_seqlen": m.lengths([T, T - 1])})
 
 
@@ -382,7 +382,7 @@ def right_window_with_negative_offset_empties_rows(m: Maker) -> Call:
 @case()
 def window_far_from_the_start_of_a_long_row(m: Maker) -> Call:
     """Only the last split has anything to do."""
-    T = m.pick(90, 5000)
+    T = m.pick(300, 5000)
     call = {**m.qkv(Hq=2, Hkv=1, T=T), "nonpad_kv_seqlen": m.lengths([T - 1, 20])}
     return Call(call, {"left_window_size": 6})
 
@@ -658,7 +658,7 @@ def mask_sliced_from_a_wider_buffer(m: Maker) -> Call:
 
 @case()
 def everything_at_once(m: Maker) -> Call:
-    call = m.qkv(B=3, Hq=6, Sq=3, Dv=2 * m.D if m.D < 128 else 64)
+    call = m.qkv(B=3, Hq=6, Sq=3, Dv=64)
     call["nonpad_kv_seqlen"] = m.lengths([m.T - 2, 2, 0], torch.int64)
     call["attn_mask"] = m.normal(3, 1, 3, m.T - 5, dtype=torch.float32)
     call["attn_mask"][:, :, :, 4] = MASKED
@@ -934,13 +934,15 @@ def query_and_value_not_dense(m: Maker) -> Call:
 # --------------------------------------------------------------------------------- batch invariance
 
 
-def _invariant(name: str, Sq: int, **scalars: object) -> None:
+def _invariant(name: str, Sq: int, T: int | None = None, **scalars: object) -> None:
     @case(name=f"batch_invariant_{name}")
     def make(m: Maker) -> Call:
-        lengths = m.lengths([m.T, 0, 5])
-        call = {**m.qkv(B=3, Sq=Sq), "nonpad_kv_seqlen": lengths}
+        capacity = m.pick(T or m.T, 3000)
+        lengths = m.lengths([capacity, 0, 5])
+        call = {**m.qkv(B=3, Sq=Sq, T=capacity), "nonpad_kv_seqlen": lengths}
         return Call(call, {"batch_invariant": True, **scalars})
 
 
 _invariant("single_row", 1)
+_invariant("long_row", 1, T=600)
 _invariant("rows_with_window", 3, is_causal=True, left_window_size=6)

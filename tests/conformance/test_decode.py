@@ -36,6 +36,28 @@ def test_decode_agrees_with_the_oracle(
     run_or_skip(call, tier, must_run if case.meant_for(tier) else frozenset())
 
 
+@pytest.mark.parametrize("dtype", DTYPES["flash"])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_sizes_on_a_cpu_are_large_enough_for_merges(
+    dtype: torch.dtype, batch_invariant: bool
+) -> None:
+    """Otherwise none of the cases would see the merge of a row's parts."""
+    pytest.importorskip("triton")
+    from csrc_free_ops.decode import plan_split_kv
+    from csrc_free_ops.facts import device_facts, tensor_facts
+
+    m = Maker(dtype)
+    tensors = m.qkv(T=600 if batch_invariant else None)
+    plan = plan_split_kv(
+        *(tensor_facts(tensor) for tensor in tensors.values()),
+        device_facts("cpu"),
+        scale=1.0,
+        batch_invariant=batch_invariant,
+    )
+    tasks = 2 * 2  # batch rows times KV heads
+    assert plan.launch.grid[0] > tasks
+
+
 def test_case_names_are_unique() -> None:
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)

@@ -33,9 +33,9 @@ def test_batch_invariant_rows_do_not_depend_on_neighbours_batch_or_capacity(
     tier: str, rows: int, maker: MakeMaker
 ) -> None:
     m = maker(torch.float16)
-    T = m.pick(70, 3000)
-    call = m.qkv(B=4, Sq=rows, T=T)
-    lengths = m.lengths([T - 5, 0, m.pick(33, 1500), 6])
+    T = m.pick(620, 3000)  # more than one of the parts that a row is cut into
+    call = m.qkv(B=4, Hq=2, Hkv=1, Sq=rows, T=T)
+    lengths = m.lengths([T - 5, 0, m.pick(133, 1500), 6])
     scalars = {"batch_invariant": True, "is_causal": rows > 1}
 
     def y(tensors: dict, **more: object) -> torch.Tensor:
@@ -58,7 +58,7 @@ def test_batch_invariant_rows_do_not_depend_on_neighbours_batch_or_capacity(
     assert same_bits(y(reversed_).flip(0), together), "other neighbours"
     roomy = dict(call)
     for name in ("key", "value"):
-        roomy[name] = torch.cat([call[name], m.normal(4, 2, m.pick(61, 5000), m.D)], dim=2)
+        roomy[name] = torch.cat([call[name], m.normal(4, 1, m.pick(161, 5000), m.D)], dim=2)
     assert same_bits(y({**roomy, "nonpad_kv_seqlen": lengths}), together), "larger capacity"
 
 
