@@ -123,11 +123,14 @@ decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0
 def test_explain_of_a_disabled_tier() -> None:
     with torch_attn_tiers.options(disable="decode:flash"):
         text = str(PLAIN.explain(DEVICES["sm_90"]))
-    expecttest.assert_expected_inline(text, """\
+    expecttest.assert_expected_inline(
+        text,
+        """\
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
    flash    no: disabled by ATTN_TIERS_DISABLE or options(disable=...)
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
--> unfused  ready""")
+-> unfused  ready""",
+    )
 
 
 def test_error_of_a_forced_tier_lists_its_reasons_and_the_others() -> None:
@@ -225,4 +228,7 @@ def test_log_says_once_for_each_new_problem_what_runs(caplog: pytest.LogCaptureF
         torch.ops.attn_tiers.decode(query, cache[:, :, :8], cache[:, :, :8])
     texts = [record.getMessage() for record in caplog.records]
     assert len(texts) == 2 and all("unfused" in text for text in texts)
-    expecttest.assert_expected_inline(texts[0], """unfused runs decode float32 B=1 Hq=4 Hkv=2 Sq=1 T=9 D=56 Dv=56 on cpu (passed over flash: Triton's interpreter runs on the CPU when asked for only, by tier='flash'; mea: needs an NVIDIA GPU of compute capability 8.0 or newer)""")
+    expecttest.assert_expected_inline(
+        texts[0],
+        """unfused runs decode float32 B=1 Hq=4 Hkv=2 Sq=1 T=9 D=56 Dv=56 on cpu (passed over flash: Triton's interpreter runs on the CPU when asked for only, by tier='flash'; mea: needs an NVIDIA GPU of compute capability 8.0 or newer)""",
+    )
