@@ -110,6 +110,21 @@ def _batch_row_of(position, cumulated, n_all, BLOCK_B: tl.constexpr):
 
 
 @triton.jit
+def _base(b, head, stride_b, stride_h):
+    """Offset of a batch row and head, in 64 bits."""
+    return b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+
+
+@triton.jit
+def _load_columns(ptrs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of rows of SIZE elements, zero-padded to BLOCK columns."""
+    if SIZE == BLOCK:
+        return tl.load(ptrs)
+    else:
+        return tl.load(ptrs, mask=(tl.arange(0, BLOCK) < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
 def _store_rows(
     out, sinks, m, l, acc, seen, b, head, s_row, row_ok, o_stride_b, o_stride_h, o_stride_s,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, NATURAL: tl.constexpr,
@@ -122,7 +137,7 @@ def _store_rows(
         _m, m_safe, alpha = _new_maximum(m, sink, NATURAL)
         l = l * alpha + _exp(sink - m_safe, NATURAL)
         acc = acc * alpha[:, None]
-    y = tl.where((seen != 0)[:, None], acc / l[:, None], 0.0)
+    y = tl.where((seen != 0)[:, None], acc * (1.0 / l)[:, None], 0.0)
     dv = tl.arange(0, BLOCK_DV)
     rows = (
         out
@@ -287,7 +302,7 @@ def split_kv_kernel(
     SPLIT_TILES: tl.constexpr, MERGE: tl.constexpr, SINGLE_QUERY: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_BOOL_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, DOT_PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, NARROW_ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Natural units where a bias may be finfo.min: times log2(e) it would become -inf.
     NATURAL: tl.constexpr = HAS_BIAS or HAS_SOFTCAP
@@ -385,23 +400,29 @@ def split_kv_kernel(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     t_tile = tl.arange(0, BLOCK_N)
-    t_wide = t_tile.to(tl.int64)
-    q_ptrs = (
-        query
-        + (g_row.to(tl.int64) * q_stride_h + s_row.to(tl.int64) * q_stride_s)[:, None]
-        + d[None, :]
-    )
-    k_ptrs = key + t_wide[:, None] * k_stride_t + d[None, :]
-    v_ptrs = value + t_wide[:, None] * v_stride_t + dv[None, :]
+    # Rows past the last one repeat it, and are not stored.
+    r_read = tl.minimum(r, rows_total - 1)
+    if SINGLE_QUERY:
+        q_rows = r_read.to(tl.int64) * q_stride_h
+    else:
+        q_rows = (r_read % group).to(tl.int64) * q_stride_h + (r_read // group).to(
+            tl.int64
+        ) * q_stride_s
+    q_ptrs = query + q_rows[:, None] + d[None, :]
+    k_columns = key + d[None, :]
+    v_columns = value + dv[None, :]
     if HAS_MASK:
         mask_rows = g_row.to(tl.int64) * mask_stride_h + s_row.to(tl.int64) * mask_stride_s
-        mask_ptrs = mask + mask_rows[:, None] + t_wide[None, :] * mask_stride_t
+        mask_ptrs = mask + mask_rows[:, None] + t_tile.to(tl.int64)[None, :] * mask_stride_t
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     seen = tl.zeros([BLOCK_M], tl.int32)
     task_begin = begin
+    q_base = _base(b, h * group, q_stride_b, q_stride_h)
+    k_base = _base(b, h, k_stride_b, k_stride_h)
+    v_base = _base(b, h, v_stride_b, v_stride_h)
 
     # ---- one loop over all tiles; Triton keeps STAGES - 1 tiles of loads in flight
     for i in tl.range(begin, end, num_stages=STAGES):
@@ -428,20 +449,30 @@ def split_kv_kernel(
                 task_begin = i + 0
                 task_end = i + tiles
                 shift = first_tile - i
-        wide_b = b.to(tl.int64)
-        wide_h = h.to(tl.int64)
+                q_base = _base(b, h * group, q_stride_b, q_stride_h)
+                k_base = _base(b, h, k_stride_b, k_stride_h)
+                v_base = _base(b, h, v_stride_b, v_stride_h)
         t0 = (i + shift) * BLOCK_N
         wide_t = tl.cast(t0, tl.int64)
         t = t0 + t_tile
         key_ok = t < hi
         if HAS_LEFT:
             key_ok = key_ok & (t >= lo)
-        k_at = k_ptrs + (wide_b * k_stride_b + wide_h * k_stride_h + wide_t * k_stride_t)
-        v_at = v_ptrs + (wide_b * v_stride_b + wide_h * v_stride_h + wide_t * v_stride_t)
-        q_at = q_ptrs + (wide_b * q_stride_b + wide_h * group * q_stride_h)
-        q_tile = tl.load(q_at, mask=row_ok[:, None] & (d < D)[None, :], other=0.0)
-        k_tile = tl.load(k_at, mask=key_ok[:, None] & (d < D)[None, :], other=0.0)
-        v_tile = tl.load(v_at, mask=key_ok[:, None] & (dv < DV)[None, :], other=0.0)
+        # Keys outside [lo, hi) are not read: the nearest key inside stands in for them, at weight zero. This costs
+        # less than a predicate a row. (An empty row reads key 0; its zeros are written by select.)
+        key_row = tl.minimum(t_tile, hi - 1 - t0)
+        if HAS_LEFT:
+            key_row = tl.maximum(key_row, lo - t0)
+        key_row = tl.maximum(key_row, -t0)[:, None]
+        if not NARROW_ROWS:
+            key_row = key_row.to(tl.int64)
+        q_tile = _load_columns(q_ptrs + q_base, D, BLOCK_D)
+        k_tile = _load_columns(
+            k_columns + (k_base + wide_t * k_stride_t) + key_row * k_stride_t, D, BLOCK_D
+        )
+        v_tile = _load_columns(
+            v_columns + (v_base + wide_t * v_stride_t) + key_row * v_stride_t, DV, BLOCK_DV
+        )
 
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION) * scale
         if HAS_SOFTCAP:
@@ -468,7 +499,7 @@ def split_kv_kernel(
         if HAS_MASK:
             ok = ok & row_ok[:, None] & (t < mask_len)[None, :]
             mask_at = mask_ptrs + (
-                wide_b * mask_stride_b + wide_h * group * mask_stride_h + wide_t * mask_stride_t
+                _base(b, h * group, mask_stride_b, mask_stride_h) + wide_t * mask_stride_t
             )
             given = tl.load(mask_at, mask=ok, other=0)
             if HAS_BIAS:
@@ -482,14 +513,6 @@ def split_kv_kernel(
             v_tile = tl.where(shown[:, None], v_tile, 0.0)
         s = tl.where(ok, s, float("-inf"))
 
-        if BALANCED:
-            opens = i == task_begin
-            # By select: the task before may have left NaN.
-            m = tl.where(opens, float("-inf"), m)
-            l = tl.where(opens, 0.0, l)
-            acc = tl.where(opens, 0.0, acc)
-            if HAS_MASK:
-                seen = tl.where(opens, 0, seen)
         m, m_safe, alpha = _new_maximum(m, tl.max(s, 1), NATURAL)
         p = _exp(s - m_safe[:, None], NATURAL)
         l = l * alpha + tl.sum(p, 1)
@@ -529,6 +552,10 @@ def split_kv_kernel(
                     _store_part(
                         partials, slot, slots, m, l, acc, seen, row_ok, BLOCK_M, BLOCK_DV, ROWS
                     )
+                m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                l = tl.zeros([BLOCK_M], tl.float32)
+                acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+                seen = tl.zeros([BLOCK_M], tl.int32)
 
     # ---- what is left: unfinished tasks
     if BALANCED:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton.runtime import driver
 
 from csrc_free_ops.decode.kernels import split_kv_kernel
 from csrc_free_ops.decode.scratch import counter_arena
@@ -246,7 +247,7 @@ def plan_split_kv(
     o_strides = out_stride or (q_heads * q_len * dv, q_len * dv, dv)
     launch = Launch(
         split_kv_kernel,
-        grid=(programs,),
+        grid=(programs, 1, 1),
         pointers=dict(
             query=tensor_q, key=tensor_k, value=tensor_v, out=tensor_out, lengths=tensor_lengths, mask=tensor_mask,
             sinks=tensor_sinks, partials=tensor_partials, counters=tensor_counters,
@@ -266,7 +267,8 @@ def plan_split_kv(
             SPLIT_TILES=split_tiles, MERGE=merges, SINGLE_QUERY=q_len == 1, HAS_LENGTHS=lengths_dtype is not None,
             HAS_BOOL_MASK=mask is not None and not has_bias, HAS_BIAS=has_bias, HAS_SINKS=sinks_dtype is not None,
             HAS_SOFTCAP=softcap > 0, IS_CAUSAL=is_causal, HAS_LEFT=has_left, HAS_RIGHT=has_right,
-            DOT_PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=config.num_stages, PDL=pdl,
+            DOT_PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=config.num_stages,
+            NARROW_ROWS=block_n * max(key.stride[2], value.stride[2]) <= _INT32_MAX, PDL=pdl,
         ),
         options=options,
     )  # fmt: skip
@@ -275,7 +277,7 @@ def plan_split_kv(
         launch=launch,
         scratch=slots * part_rows * (block_dv + 2) if merges else 0,
         counters=tasks if merges else 0,
-        empty=batch * q_heads * q_len * dv == 0,
+        empty=batch * q_heads * q_len * dv * capacity == 0,
     )
 
 
@@ -325,7 +327,7 @@ class SplitKVPlan:
         self.launch = launch
         self.scratch = scratch  # float32 elements for parts
         self.counters = counters  # zeroed int32 counters, one a task
-        self.empty = empty
+        self.empty = empty  # no output or no key: nothing to launch
         self.specialization = (device.index, launch.specialization)
 
     def is_compiled(self) -> bool:
@@ -334,9 +336,10 @@ class SplitKVPlan:
 
     def compile(self) -> None:
         """Compiles and loads the kernel and sets counters aside; launches nothing. Not for use inside a capture."""
-        if not self.is_compiled():
-            self.launch.compile(self.device.index)
-        if self.counters and not self.device.interpret:
+        if self.empty or self.device.interpret:
+            return
+        self.launch.compile(self.device.index)
+        if self.counters:
             counter_arena(self.device.index).reserve(self.counters)
 
     def run(
@@ -351,7 +354,7 @@ class SplitKVPlan:
     ) -> torch.Tensor:
         """Writes the attention output to ``out`` and returns it. Only data pointers of the tensors are used."""
         if self.empty:
-            return out
+            return out.zero_()
         if mask is None:
             mask = query
         elif mask.dtype == torch.bool:
@@ -360,13 +363,13 @@ class SplitKVPlan:
             lengths = query
         if sinks is None:
             sinks = query
+        index = self.device.index
         if self.counters:
             partials = torch.empty(self.scratch, dtype=torch.float32, device=out.device)
-            self.launch(
-                query, key, value, out, lengths, mask, sinks, partials, self._counters(out.device)
-            )
+            counters = self._counters(out.device)
+            self.launch(index, query, key, value, out, lengths, mask, sinks, partials, counters)
         else:
-            self.launch(query, key, value, out, lengths, mask, sinks, out, out)
+            self.launch(index, query, key, value, out, lengths, mask, sinks, out, out)
         return out
 
     def _counters(self, device: torch.device) -> torch.Tensor:
@@ -375,10 +378,10 @@ class SplitKVPlan:
         arena = counter_arena(self.device.index)
         if torch.cuda.is_current_stream_capturing():
             return arena.for_captured_call(self.counters)
-        return arena.for_stream(torch.cuda.current_stream(device).cuda_stream, self.counters)
+        return arena.for_stream(driver.active.get_current_stream(self.device.index), self.counters)
 
 
-_COMPILED: set[Any] = set()
+_COMPILED: dict[Any, Any] = {}  # (device index, specialization) -> Triton's compiled kernel
 _COMPILE_LOCK = threading.Lock()
 
 
@@ -389,7 +392,7 @@ class Launch:
         self,
         kernel: Any,
         *,
-        grid: tuple[int, ...],
+        grid: tuple[int, int, int],
         pointers: Mapping[str, tuple[torch.dtype, bool]],
         scalars: Mapping[str, int | float],
         constants: Mapping[str, Any],
@@ -401,8 +404,9 @@ class Launch:
         self.scalars = scalars
         self.constants = constants
         self.options = options
-        self._arguments = {**scalars, **constants, **options}
-        self._bound = kernel[grid]
+        values = {**scalars, **constants}
+        self._tail = tuple(values[name] for name in kernel.arg_names[len(pointers) :])
+        self._compiled: Any = None
         self.specialization = (
             kernel.fn.__name__,
             tuple(pointers.values()),
@@ -411,20 +415,33 @@ class Launch:
             tuple(options.values()),
         )
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        self._bound(*tensors, **self._arguments)
+    def __call__(self, device_index: int, *tensors: torch.Tensor) -> None:
+        """Launches on the current stream of a CUDA device; in Triton's interpreter, runs."""
+        if self._compiled is None:
+            if tensors[0].device.type == "cpu":
+                self.kernel[self.grid](*tensors, *self._tail, **self.options)
+                return
+            self.compile(device_index)
+        # The compiled kernel itself: binding sixty arguments by name takes Triton longer than the launch.
+        stream = driver.active.get_current_stream(device_index)
+        self._compiled(*[tensor.data_ptr() for tensor in tensors], *self._tail, stream=stream)
 
     def is_compiled(self, device_index: int) -> bool:
         return (device_index, self.specialization) in _COMPILED
 
     def compile(self, device_index: int) -> None:
-        if self.is_compiled(device_index):
-            return
-        with _COMPILE_LOCK, torch.cuda.device(device_index):
-            heads = [_Pointer(dtype, aligned) for dtype, aligned in self.pointers.values()]
-            kernel = self.kernel.warmup(*heads, grid=self.grid, **self._arguments)
-            kernel._init_handles()  # loads the module, which a capture may not do
-            _COMPILED.add((device_index, self.specialization))
+        key = (device_index, self.specialization)
+        with _COMPILE_LOCK:
+            compiled = _COMPILED.get(key)
+            if compiled is None:
+                with torch.cuda.device(device_index):
+                    heads = [_Pointer(dtype, aligned) for dtype, aligned in self.pointers.values()]
+                    compiled = self.kernel.warmup(
+                        *heads, *self._tail, grid=self.grid, **self.options
+                    )
+                    compiled._init_handles()  # loads the module, which a capture may not do
+                _COMPILED[key] = compiled
+        self._compiled = compiled[self.grid]
 
     def compile_for(self, target: Any) -> Any:
         """The kernel compiled for a ``triton.backends.compiler.GPUTarget``, with or without a GPU."""
