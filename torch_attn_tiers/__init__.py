@@ -14,8 +14,14 @@ from torch_attn_tiers.dispatch import (
     release_captured_plans,
 )
 from torch_attn_tiers.errors import ColdCaptureError, TierNotEligibleError
+from torch_attn_tiers.gdn import (
+    GdnPrefill,
+    GdnPrefillCompact,
+    GdnPrefillFla,
+    gdn_chunk_prefill,
+)
 from torch_attn_tiers.options import options, read_environment
-from torch_attn_tiers.problem import DecodeProblem
+from torch_attn_tiers.problem import DecodeProblem, GdnProblem
 from torch_attn_tiers.tier import Tier, all_names, register_tier
 
 __version__ = "0.1.0.dev0"
@@ -25,10 +31,15 @@ __all__ = [
     "DecodeProblem",
     "DispatchRecord",
     "Explanation",
+    "GdnPrefill",
+    "GdnPrefillCompact",
+    "GdnPrefillFla",
+    "GdnProblem",
     "Tier",
     "TierNotEligibleError",
     "TierVerdict",
     "explain",
+    "gdn_chunk_prefill",
     "ops",
     "options",
     "prepare",

@@ -142,6 +142,82 @@ class DecodeProblem(Problem):
         return " ".join(words) + f" on {self.device}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class GdnProblem(Problem):
+    """One ``gdn_chunk_prefill`` call, in canonical form.
+
+    States and checkpoints are described V-first, as they lie in memory, whichever way the call asks
+    for them, and the default scale is filled in.
+    """
+
+    op: str = "gdn_chunk_prefill"
+    q: TensorFacts  # [B,T,Hq,K]
+    k: TensorFacts
+    v: TensorFacts  # [B,T,Hv,V]
+    g: TensorFacts  # [B,T,Hv]
+    beta: TensorFacts
+    initial_state: TensorFacts | None  # [N,Hv,V,K]
+    #: int32 or int64; None if each row of the batch is a sequence.
+    cu_seqlens_dtype: torch.dtype | None
+    N: int
+    scale: float
+    qk_l2norm: bool
+    output_final_state: bool
+    #: "fla" or "compact"; None if no checkpoints are asked for.
+    h_layout: str | None = None
+    #: Rows of ``h``: states beyond are dropped.
+    h_rows: int = 0
+    h_dtype: torch.dtype | None = None
+    batch_invariant: bool
+    #: How the caller sees states. No tier needs to know.
+    state_v_first: bool = field(default=False, compare=False)
+
+    @property
+    def B(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def T(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def Hq(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def Hv(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def K(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def V(self) -> int:
+        return self.v.shape[3]
+
+    def describe(self) -> str:
+        """The problem on one line. The traits have the names that serving runtimes give them."""
+        words = [
+            f"{self.call} {dtype_name(self.q.dtype)}",
+            f"B={self.B} T={self.T} N={self.N} Hq={self.Hq} Hv={self.Hv}",
+            f"head_dim={self.K} head_v_dim={self.V}",
+            f"head_v_eq_head_k={self.K == self.V} num_v_gte_num_q={self.Hv >= self.Hq}",
+            f"qk_l2norm={self.qk_l2norm} output_h={self.h_layout is not None}",
+        ]
+        if self.h_layout is not None and self.h_dtype is not None:
+            words.append(f"h={self.h_layout},{dtype_name(self.h_dtype)},{self.h_rows}")
+        if self.initial_state is not None:
+            words.append(f"initial_state={dtype_name(self.initial_state.dtype)}")
+        if self.cu_seqlens_dtype is not None:
+            words.append(f"cu_seqlens={dtype_name(self.cu_seqlens_dtype)}")
+        if not self.output_final_state:
+            words.append("no final_state")
+        if self.batch_invariant:
+            words.append("batch_invariant")
+        return " ".join(words) + f" on {self.device}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float16"`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")

@@ -1,6 +1,15 @@
 """The meaning of each operator in plain PyTorch, written to be read. Runs on every device."""
 
 from csrc_free_ops.reference.decode import decode, decode_batch_invariant, visible_keys
+from csrc_free_ops.reference.gdn import gdn_chunk_prefill, gdn_recurrence
 from csrc_free_ops.reference.tensor_scatter import kv_scatter, tensor_scatter
 
-__all__ = ["decode", "decode_batch_invariant", "kv_scatter", "tensor_scatter", "visible_keys"]
+__all__ = [
+    "decode",
+    "decode_batch_invariant",
+    "gdn_chunk_prefill",
+    "gdn_recurrence",
+    "kv_scatter",
+    "tensor_scatter",
+    "visible_keys",
+]
