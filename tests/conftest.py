@@ -138,7 +138,9 @@ class _Accounts:
 
         return {
             "what": "tests",
-            "command": " ".join(["pytest", *self.config.invocation_params.args]),
+            "command": environment.command(
+                "pytest", [*map(str, self.config.invocation_params.args)]
+            ),
             "date": environment.now(),
             "commit": environment.commit(),
             "device": environment.device_report(environment.default_device()),

@@ -7,8 +7,10 @@ import importlib.metadata
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -121,6 +123,17 @@ def device_report(device: torch.device) -> dict[str, Any]:
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "l2_mib": round(getattr(properties, "L2_cache_size", 0) / 2**20, 1),
     }
+
+
+def command(program: str, arguments: Sequence[str]) -> str:
+    """A command line for a result file: folders above the project mean nothing elsewhere."""
+    words = []
+    for word in arguments:
+        option, equals, value = word.rpartition("=")
+        if pathlib.PurePath(value).is_absolute():
+            word = option + equals + pathlib.PurePath(value).name
+        words.append(word)
+    return f"{program} {shlex.join(words)}".rstrip()
 
 
 def now() -> str:

@@ -11,7 +11,6 @@ import contextlib
 import gc
 import json
 import pathlib
-import shlex
 import statistics
 import sys
 import time
@@ -128,7 +127,7 @@ def bench(
     started = time.perf_counter()
     result: dict[str, Any] = {
         "what": "bench decode",
-        "command": "python -m torch_attn_tiers " + shlex.join(sys.argv[1:]),
+        "command": environment.command("python -m torch_attn_tiers", sys.argv[1:]),
         "date": environment.now(),
         "commit": environment.commit(),
         "device": environment.device_report(device),

@@ -1,0 +1,139 @@
+"""Times tile shapes of the split-KV kernel over the decode cases of `bench decode`, on one GPU.
+
+    python benchmarks/split_kv_configs.py --out benchmarks/results/split_kv_configs_h200.json
+    python benchmarks/split_kv_configs.py --cases mha_b8_4k --configs 64,4,3,2 128,8,3,1
+
+A shape is BLOCK_N, warps, stages, programs a multiprocessor and, if wanted, registers a thread.
+`default_config` in `csrc_free_ops/decode/launch.py` was written from such runs. The kernel alone
+is timed: no operator, no choice of tiers. Kernels compile in parallel before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import pathlib
+import statistics
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from csrc_free_ops.decode import SplitKVConfig, SplitKVPlan, plan_split_kv
+from csrc_free_ops.facts import contiguous_facts, device_facts
+from torch_attn_tiers.cli import environment
+from torch_attn_tiers.cli.bench.cases import CASES, Case, Inputs, relative_error
+from torch_attn_tiers.cli.bench.clock import clock_for
+
+NARROW = ["64,4,3,1", "64,4,3,2", "64,4,2,3", "64,4,2,3,168", "64,4,4,1", "128,4,3,1", "128,8,3,1"]
+WIDE = ["32,4,3,2", "32,4,4,1", "64,4,2,2", "64,8,2,2,128", "64,8,3,1"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", default=",".join(CASES), help="names, comma-separated")
+    parser.add_argument("--configs", nargs="*", help="shapes; default: a list by head size")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=pathlib.Path)
+    options = parser.parse_args()
+    device = environment.default_device()
+    if device.type != "cuda":
+        raise SystemExit("needs a GPU")
+
+    work = {name: options.configs or shapes_for(CASES[name]) for name in options.cases.split(",")}
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        jobs = [(name, shape) for name, shapes in work.items() for shape in shapes]
+        failed = {job: error for job, error in zip(jobs, pool.map(build, jobs)) if error}
+    for (name, shape), error in failed.items():
+        print(f"{name} {shape}: {error}")
+
+    result: dict[str, Any] = {
+        "what": "tile shapes of the split-KV kernel",
+        "command": environment.command("python benchmarks/split_kv_configs.py", sys.argv[1:]),
+        "date": environment.now(),
+        "commit": environment.commit(),
+        "device": environment.device_report(device),
+        "versions": environment.versions(),
+        "rows": [],
+    }
+    for name, shapes in work.items():
+        good = [shape for shape in shapes if (name, shape) not in failed]
+        result["rows"] += measure(CASES[name], good, device, options.repeats)
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def shapes_for(case: Case) -> list[str]:
+    if case.head_dim > 128:
+        return WIDE
+    return ["128,4,2,1", "128,8,2,1", "64,4,2,1"] if case.head_dim <= 64 else NARROW
+
+
+def plan_for(case: Case, shape: str) -> SplitKVPlan:
+    device = device_facts(environment.default_device())
+    query = contiguous_facts((case.batch, case.q_heads, 1, case.head_dim), torch.bfloat16)
+    cache = contiguous_facts(
+        (case.batch, case.kv_heads, case.capacity, case.head_dim), torch.bfloat16
+    )
+    return plan_split_kv(
+        query,
+        cache,
+        cache,
+        device,
+        lengths_dtype=torch.int32,
+        scale=case.scale,
+        config=SplitKVConfig(16, *map(int, shape.split(","))),
+    )
+
+
+def build(job: tuple[str, str]) -> str | None:
+    """Compiles one kernel into Triton's cache; returns what went wrong."""
+    name, shape = job
+    try:
+        plan_for(CASES[name], shape).compile()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+def measure(
+    case: Case, shapes: list[str], device: torch.device, repeats: int
+) -> list[dict[str, Any]]:
+    """One row a shape, all repeats interleaved; a wrong result is reported with its error."""
+    clock = clock_for(device)
+    inputs = Inputs(case, torch.bfloat16, device, clock.l2_bytes)
+    out = torch.empty_like(inputs.query[0])
+    recordings = []
+    for shape in shapes:
+        run = plan_for(case, shape).run
+        calls = [
+            lambda q=q, k=k, v=v, run=run: run(q, k, v, inputs.lengths, None, None, out)
+            for q, (k, v) in zip(inputs.query, inputs.pairs)
+        ]
+        recordings.append(clock.record(calls))
+    times: list[list[float]] = [[] for _ in shapes]
+    for _ in range(repeats):
+        for recording, column in zip(recordings, times):
+            column.append(recording.measure())
+    rows = []
+    for shape, recording, column in zip(shapes, recordings, times):
+        out.fill_(float("nan"))
+        recording.run()
+        rows.append(
+            {
+                "case": case.name,
+                "shape": shape,
+                "us": [round(us, 3) for us in column],
+                "error": relative_error(out, inputs.reference),
+            }
+        )
+    rows.sort(key=lambda row: statistics.median(row["us"]))
+    print(case.name, "  ".join(f"{statistics.median(r['us']):.2f} ({r['shape']})" for r in rows))
+    return rows
+
+
+if __name__ == "__main__":
+    main()
