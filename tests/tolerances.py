@@ -19,6 +19,10 @@ LIBRARY = {**OWN, torch.bfloat16: 5e-3}
 LIBRARY_TIERS = frozenset({"xqa", "cudnn", "mea", "flashinfer"})
 
 
+#: Of gdn_chunk_prefill, by the dtype of q: a recurrence adds up the errors of many products.
+GDN = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
 def tolerance(dtype: torch.dtype, tier: str | None = None) -> float:
     """The largest relative error that an output of this dtype may have."""
     return (LIBRARY if tier in LIBRARY_TIERS else OWN)[dtype]
@@ -85,6 +89,36 @@ def assert_close(
     assert whole <= limit and row <= limit, (
         f"{what}: relative error {whole:.3g} of the whole, {row:.3g} of row {index}, "
         f"tolerance {limit:.3g} ({actual.dtype}, tier {tier})"
+    )
+
+
+def assert_gdn_close(
+    actual: torch.Tensor, expected: torch.Tensor, *, inputs: torch.dtype, what: str
+) -> None:
+    """Fails unless the relative errors of the whole and of each row are those of the dtype.
+
+    The dtype is that of the inputs or of the result, whichever is coarser. A row's error is
+    relative to its own norm or to that of the mean row, whichever is larger: a state decays, and
+    what is left of it after a while is far below its error. A row that is zero is zero exactly.
+    """
+    assert tuple(actual.shape) == tuple(expected.shape), (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
+    limit = max(GDN[inputs], GDN[actual.dtype])
+    if actual.numel() == 0:
+        return
+    assert bool(torch.isfinite(actual).all()), f"{what}: values that are not finite"
+    actual = actual.detach().cpu().double().reshape(-1, actual.shape[-1])
+    expected = expected.detach().cpu().double().reshape(-1, expected.shape[-1])
+    size = expected.norm(dim=-1)
+    mean = size.square().mean().sqrt()
+    error = (actual - expected).norm(dim=-1)
+    assert bool((error[size == 0] == 0).all()), f"{what}: a row that should be zero is not"
+    whole = float(error.norm() / size.norm().clamp(min=1e-300))
+    rows = error / size.maximum(mean).clamp(min=1e-300)
+    assert whole <= limit and float(rows.max()) <= limit, (
+        f"{what}: relative error {whole:.3g} of the whole, {float(rows.max()):.3g} of row "
+        f"{int(rows.argmax())}, tolerance {limit:.3g} ({inputs})"
     )
 
 
