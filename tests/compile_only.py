@@ -191,7 +191,24 @@ def _compile_scatter(plan: Any, dtype: str, gpu: Any) -> int:
     return triton.compile(source, target=gpu).metadata.shared
 
 
-KERNELS = {"decode": decode, "cache": cache}
+def lengths(name: str) -> Iterator[tuple[str, int]]:
+    """(name, bytes of shared memory) of the kernels that count keys and zero empty rows."""
+    from csrc_free_ops.cache.lengths import RowGuard
+
+    target = TARGETS[name]
+    for width, out_dtype, lengths_dtype in itertools.product(
+        (64, 4096, 5000), (torch.float16, torch.bfloat16), (torch.int32, torch.int64)
+    ):
+        guard = RowGuard(
+            target.device(name), batch=4, capacity=4096, width=width, out_dtype=out_dtype,
+            lengths_dtype=lengths_dtype,
+        )  # fmt: skip
+        for launch in guard.launches:
+            what = f"{launch.kernel.fn.__name__} {width} {out_dtype} {lengths_dtype}"
+            yield what, launch.compile_for(_gpu_target(target)).metadata.shared
+
+
+KERNELS = {"decode": decode, "cache": cache, "lengths": lengths}
 
 
 def _gpu_target(target: Target) -> Any:

@@ -1,0 +1,34 @@
+"""The Triton kernels behind `RowGuard`: counts of valid keys, and zeros in rows that have none."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _valid(lengths, row, capacity, mask):
+    """Returns the lengths at `row`, clamped to [0, capacity], whatever their integer type."""
+    length = tl.load(lengths + row, mask=mask, other=0).to(tl.int64)
+    return tl.minimum(tl.maximum(length, 0), capacity).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["batch", "capacity"])
+def count_kernel(lengths, counts, batch, capacity, ROWS: tl.constexpr):
+    """Grid: `cdiv(batch, ROWS)` programs."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    mask = row < batch
+    tl.store(counts + row, _valid(lengths, row, capacity, mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["capacity"])
+def zero_kernel(
+    lengths, counts, out, capacity, width, BLOCK: tl.constexpr, WRITE_COUNTS: tl.constexpr
+):
+    """Grid: `(batch, cdiv(width, BLOCK))` programs; only those of empty rows write to `out`."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    count = _valid(lengths, row, capacity, True)
+    if WRITE_COUNTS:
+        tl.store(counts + row, count, mask=block == 0)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK], dtype=out.dtype.element_ty)
+    tl.store(out + row * width + column, zeros, mask=(column < width) & (count == 0))

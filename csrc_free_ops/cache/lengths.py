@@ -1,0 +1,162 @@
+"""Lengths as attention libraries want them, and the zeros that they do not write.
+
+A library takes 32-bit counts that it trusts, and leaves the output row of an empty sequence NaN or
+unwritten. `RowGuard` makes clamped counts from any lengths and zeroes those rows, without a value
+being read by the host. It launches the same kernels whatever the lengths are, so that a captured
+graph may be replayed with others.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from csrc_free_ops.facts import DeviceFacts
+
+if TYPE_CHECKING:
+    from csrc_free_ops.decode.launch import Launch
+
+_BLOCK = 2048  # elements of an output row that one program zeroes
+_ROWS = 256  # lengths that one program counts
+MAX_WIDTH = 65535 * _BLOCK  # the second dimension of a grid
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+class RowGuard:
+    """Counts and zero rows for outputs of one shape and dtype on one device.
+
+    Args:
+        device: facts of the device. On a CPU, Triton's interpreter runs if it is on.
+        batch: rows B of the output.
+        capacity: what lengths are clamped to; below 2**31.
+        width: elements of an output row; rows lie one after the other.
+        out_dtype: dtype of the output.
+        lengths_dtype: int32 or int64.
+        counts_dtype: int32, or uint32 for libraries that ask for it; the bits are the same.
+        use_triton: False takes PyTorch's operators, which are several launches.
+    """
+
+    def __init__(
+        self,
+        device: DeviceFacts,
+        *,
+        batch: int,
+        capacity: int,
+        width: int,
+        out_dtype: torch.dtype,
+        lengths_dtype: torch.dtype,
+        counts_dtype: torch.dtype = torch.int32,
+        use_triton: bool | None = None,
+    ) -> None:
+        self.device = device
+        self.batch = batch
+        self.capacity = capacity
+        self.width = width
+        self.counts_dtype = counts_dtype
+        if use_triton is None:
+            use_triton = _has_triton() and (device.type == "cuda" or device.interpret)
+        self._count: Launch | None = None
+        self._zero: Launch | None = None
+        self._both: Launch | None = None
+        if use_triton:
+            self._count = _count_launch(batch, capacity, lengths_dtype)
+            self._zero = _zero_launch(batch, capacity, width, torch.int32, out_dtype, False)
+            self._both = _zero_launch(batch, capacity, width, lengths_dtype, out_dtype, True)
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Every kernel that a call may launch; none where PyTorch's operators do it."""
+        return tuple(one for one in (self._count, self._zero, self._both) if one is not None)
+
+    def compile(self) -> None:
+        """Compile and load the kernels. Not for use inside a capture."""
+        if self.device.type == "cuda":
+            for launch in self.launches:
+                launch.compile(self.device.index)
+
+    def counts(self, lengths: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """New counts of `shape`, one for each of the dense `lengths` `[B]`."""
+        counts = lengths.new_empty(shape, dtype=self.counts_dtype)
+        if self._count is not None:
+            if self.batch:
+                self._count(self.device.index, lengths, counts)
+        else:
+            self._fill(counts, lengths)
+        return counts
+
+    def zero(self, counts: Tensor, out: Tensor) -> None:
+        """Zero the rows of the contiguous `out` without a key, whatever they held."""
+        if self._zero is not None:
+            if self.batch and self.width:
+                self._zero(self.device.index, counts, counts, out)
+        else:
+            empty = counts.view(torch.int32).reshape(self.batch, 1) == 0
+            out.view(self.batch, self.width).masked_fill_(empty, 0.0)
+
+    def counts_and_zero(self, lengths: Tensor, shape: tuple[int, ...], out: Tensor) -> Tensor:
+        """`counts` and `zero` in one launch, for a library that leaves empty rows as they are."""
+        if not self.width:
+            return self.counts(lengths, shape)
+        counts = lengths.new_empty(shape, dtype=self.counts_dtype)
+        if self._both is not None:
+            if self.batch:
+                self._both(self.device.index, lengths, counts, out)
+        else:
+            self._fill(counts, lengths)
+            self.zero(counts, out)
+        return counts
+
+    def _fill(self, counts: Tensor, lengths: Tensor) -> None:
+        clamped = lengths.clamp(0, self.capacity)
+        counts.view(torch.int32).copy_(clamped.view(counts.shape))
+
+
+def _count_launch(batch: int, capacity: int, lengths_dtype: torch.dtype) -> Launch:
+    from csrc_free_ops.cache.kernels_lengths import count_kernel
+    from csrc_free_ops.decode.launch import Launch
+
+    return Launch(
+        count_kernel,
+        grid=(-(-batch // _ROWS), 1, 1),
+        pointers=dict(lengths=(lengths_dtype, False), counts=(torch.int32, True)),
+        scalars=dict(batch=batch, capacity=capacity),
+        constants=dict(ROWS=_ROWS),
+        options=_options(2),
+    )
+
+
+def _zero_launch(
+    batch: int,
+    capacity: int,
+    width: int,
+    lengths_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    write_counts: bool,
+) -> Launch:
+    from csrc_free_ops.cache.kernels_lengths import zero_kernel
+    from csrc_free_ops.decode.launch import Launch
+
+    return Launch(
+        zero_kernel,
+        grid=(batch, -(-width // _BLOCK), 1),
+        pointers=dict(
+            lengths=(lengths_dtype, not write_counts),  # the user's may begin anywhere
+            counts=(torch.int32, True),
+            out=(out_dtype, True),
+        ),
+        scalars=dict(capacity=capacity, width=width),
+        constants=dict(BLOCK=_BLOCK, WRITE_COUNTS=write_counts),
+        options=_options(4),
+    )
+
+
+def _options(num_warps: int) -> dict[str, Any]:
+    return dict(num_warps=num_warps)
