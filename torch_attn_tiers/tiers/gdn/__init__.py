@@ -7,7 +7,7 @@ plan writes all of out, tokens of no sequence too. The initial state comes as a 
 any strides, and cu_seqlens dense.
 """
 
-from torch_attn_tiers.tiers.gdn import reference
+from torch_attn_tiers.tiers.gdn import reference, triton
 
 #: The cascade: the order of preference where nothing has been measured.
-CASCADE = (reference.TIER,)
+CASCADE = (triton.TIER, reference.TIER)

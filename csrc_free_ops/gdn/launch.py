@@ -1,0 +1,284 @@
+"""The chunked gated delta rule, host side: shapes and strides in, a plan of launches out.
+
+Grids and scratch follow from shapes alone. No tensor is read, ``cu_seqlens`` least of all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from csrc_free_ops.facts import DeviceFacts, TensorFacts
+from csrc_free_ops.gdn.chunk_map import chunk_map_kernel
+from csrc_free_ops.gdn.prepare import prepare_kernel
+from csrc_free_ops.gdn.scan import scan_kernel
+from csrc_free_ops.launch import Launch
+
+C = 64  # tokens of a chunk
+_MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
+_UNSPECIALIZED = frozenset(("tokens", "sequences", "chunks", "rows"))
+_H_LAYOUTS = {None: 0, "fla": 1, "compact": 2}
+
+
+class GdnConfig(NamedTuple):
+    """What the kernels are compiled for beyond the problem itself."""
+
+    bk: int  # rows of a tile of S
+    bv: int  # columns of S that a program of the scan keeps
+    prepare_warps: int
+    scan_warps: int
+    scan_stages: int  # loads under way in the scan
+
+
+def default_config(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> GdnConfig:
+    """Tile shapes for head sizes K and V: the widest whose shared memory the device has.
+
+    The same for all tokens and sequences, so that the bits of a sequence depend on nothing else.
+    Not tuned yet: no GPU has run them.
+    """
+    bk, bv = min(_pow2(K), 64), min(_pow2(V), 32)
+    choices = []
+    if dtype.itemsize == 2 and K > 64:
+        choices += [GdnConfig(min(_pow2(K), 128), bv, 4, 4, 2)]
+    choices += [
+        GdnConfig(bk, bv, 4, 4, 2),
+        GdnConfig(bk, bv, 4, 4, 1),
+        GdnConfig(min(bk, 32) if K <= 128 else bk, min(bv, 16), 4, 4, 1),
+    ]
+    for config in choices:
+        if shared_memory_bound(config, K, dtype.itemsize) <= device.shared_memory:
+            return config
+    return choices[-1]
+
+
+def shared_memory_bound(config: GdnConfig, K: int, itemsize: int) -> int:
+    """Bytes of shared memory that a program of the scan may take, from above (by compiling)."""
+    tiles = -(-K // config.bk)
+    read = 2 * C * config.bk * tiles + C * C + C * config.bv  # q, k; T; v
+    made = C * C + (config.bk + 2 * C) * config.bv  # P; S, D and its decayed form as operands
+    return (config.scan_stages * read + made) * itemsize + 4096
+
+
+def unsupported(
+    q: TensorFacts, k: TensorFacts, v: TensorFacts, device: DeviceFacts, **_: Any
+) -> str | None:
+    """Why the kernels cannot take a legal problem, in words; None if they can."""
+    config = default_config(q.shape[3], v.shape[3], q.dtype, device)
+    needed = shared_memory_bound(config, q.shape[3], q.dtype.itemsize)
+    if needed > device.shared_memory:
+        return (
+            f"needs {needed} bytes of shared memory for head sizes {q.shape[3]} and {v.shape[3]}, "
+            f"{device.arch} has {device.shared_memory}"
+        )
+    programs = v.shape[2] * (v.shape[0] * v.shape[1] // C + v.shape[0] + 1)
+    if programs >= 2**31:
+        return "more than 2^31 chunks and heads"
+    return None
+
+
+def plan_gdn(
+    q: TensorFacts,
+    k: TensorFacts,
+    v: TensorFacts,
+    g: TensorFacts,
+    beta: TensorFacts,
+    device: DeviceFacts,
+    *,
+    initial_state: TensorFacts | None = None,
+    cu_seqlens_dtype: torch.dtype | None = None,
+    sequences: int,
+    scale: float,
+    qk_l2norm: bool = False,
+    output_final_state: bool = True,
+    h_layout: str | None = None,
+    h_rows: int = 0,
+    h_dtype: torch.dtype | None = None,
+    config: GdnConfig | None = None,
+) -> GdnPlan:
+    """A plan over facts ``[B,T,Hq,K]``, ``[B,T,Hv,V]``, ``[B,T,Hv]`` and a state ``[N,Hv,V,K]``."""
+    B, T, Hq, K = q.shape
+    Hv, V = v.shape[2:]
+    if config is None:
+        config = default_config(K, V, q.dtype, device)
+    has_cu = cu_seqlens_dtype is not None
+    if has_cu:  # the most that any lengths can need
+        m = min(sequences, T)
+        chunks = m + (T - m) // C
+    else:
+        chunks = B * -(-T // C)
+    exact = q.dtype is torch.float32
+    parts = 2 if exact else 1
+    precision = "tf32x3" if exact and device.arch.startswith("sm_") else "ieee"
+
+    dtype = (q.dtype, True)
+    cu = (cu_seqlens_dtype or torch.int32, False)
+    starts, h_starts = (torch.int32, True), (torch.int64, True)
+    pair = (torch.float32, True)
+    shared = dict(C=C, HAS_CU=has_cu)
+    tiles = dict(K=K, V=V, GROUP=Hv // Hq, BK=config.bk, NK=-(-K // config.bk), PARTS=parts,
+                 L2NORM=qk_l2norm, PRECISION=precision)  # fmt: skip
+    strides = {**_strides("q", q), **_strides("k", k)}
+    chunk_map = Launch(
+        chunk_map_kernel,
+        grid=1,
+        pointers=dict(cu_seqlens=cu, chunk_starts=starts, h_cu_starts=h_starts),
+        scalars=dict(tokens=T, sequences=sequences),
+        constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact"),
+        options=dict(num_warps=4),
+        unspecialized=_UNSPECIALIZED,
+    )
+    prepare = Launch(
+        prepare_kernel,
+        grid=chunks * Hq,
+        pointers=dict(
+            q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), g=(g.dtype, g.aligned),
+            beta=(beta.dtype, beta.aligned), cu_seqlens=cu, chunk_starts=starts, inverses=dtype,
+            gates=pair, norms=pair, out=dtype,
+        ),
+        scalars=dict(
+            tokens=T, sequences=sequences, **strides, **_strides("g", g), **_strides("beta", beta)
+        ),
+        constants=dict(
+            **shared, **tiles, HQ=Hq, BLOCK_V=_pow2(V), INVERSE_PRECISION="ieee",
+        ),
+        options=dict(num_warps=config.prepare_warps),
+        unspecialized=_UNSPECIALIZED,
+    )  # fmt: skip
+    state = initial_state
+    s_strides = (0, 0, 0, 0) if state is None else state.stride
+    scan = Launch(
+        scan_kernel,
+        grid=sequences * Hv * -(-V // config.bv),
+        pointers=dict(
+            q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), v=(v.dtype, v.aligned),
+            initial_state=pair if state is None else (state.dtype, state.aligned), cu_seqlens=cu,
+            chunk_starts=starts, inverses=dtype, gates=pair, norms=pair, out=dtype,
+            final_state=pair, h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
+        ),
+        scalars=dict(
+            tokens=T, chunks=chunks, rows=h_rows, scale=float(scale), **strides, **_strides("v", v),
+            **dict(zip(("s_stride_n", "s_stride_h", "s_stride_v", "s_stride_k"), s_strides)),
+        ),
+        constants=dict(
+            **shared, **tiles, HV=Hv, BV=config.bv, HAS_STATE=state is not None,
+            HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
+        ),
+        options=dict(num_warps=config.scan_warps, num_stages=config.scan_stages),
+        unspecialized=_UNSPECIALIZED,
+    )  # fmt: skip
+    return GdnPlan(
+        device,
+        chunk_map if has_cu or h_layout == "compact" else None,
+        prepare if chunks else None,
+        scan,
+        sequences,
+        chunks,
+        (chunks, Hv, C, C),
+        (chunks, Hv, parts, C),
+        (chunks, Hq, 2, C) if qk_l2norm else (0,),
+    )
+
+
+class GdnPlan:
+    """The launches of one problem. Safe to share between threads; holds no tensor."""
+
+    def __init__(
+        self,
+        device: DeviceFacts,
+        chunk_map: Launch | None,
+        prepare: Launch | None,
+        scan: Launch,
+        sequences: int,
+        chunks: int,
+        inverses: tuple[int, ...],
+        gates: tuple[int, ...],
+        norms: tuple[int, ...],
+    ) -> None:
+        self.device = device
+        self.chunk_map = chunk_map
+        self.prepare = prepare
+        self.scan = scan
+        self.sequences = sequences
+        self.chunks = chunks
+        self.inverses = inverses
+        self.gates = gates
+        self.norms = norms
+        self.launches = [launch for launch in (chunk_map, prepare, scan) if launch is not None]
+        self.specialization = (
+            device.index,
+            *(launch.specialization for launch in self.launches),
+        )
+
+    def is_compiled(self) -> bool:
+        """Whether a run needs no compiler and no module load."""
+        if self.device.interpret:
+            return True
+        return all(launch.is_compiled(self.device.index) for launch in self.launches)
+
+    def compile(self) -> None:
+        """Compiles and loads the kernels; launches nothing. Not for use inside a capture."""
+        if not self.device.interpret:
+            for launch in self.launches:
+                launch.compile(self.device.index)
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        out: Tensor,
+        final_state: Tensor | None,
+        h: Tensor | None,
+        h_cu_starts: Tensor | None,
+    ) -> None:
+        """Writes out, final_state, h and h_cu_starts, those that are given; states V-first."""
+        if self.sequences == 0:
+            out.zero_()
+            if h_cu_starts is not None:
+                h_cu_starts.zero_()
+            return
+        index = self.device.index
+        # Scratch of the stream's allocator: another stream or graph has other scratch. An argument
+        # that a kernel does not use is stood in for by one that it has.
+        absent = out.new_empty(0, dtype=torch.int32)
+        starts = out.new_empty(self.sequences + 1, dtype=torch.int32)
+        inverses = out.new_empty(self.inverses)
+        gates = out.new_empty(self.gates, dtype=torch.float32)
+        norms = out.new_empty(self.norms, dtype=torch.float32)
+        cu = starts if cu_seqlens is None else cu_seqlens
+        h_starts = absent if h_cu_starts is None else h_cu_starts
+        if self.chunk_map is not None:
+            self.chunk_map(index, cu, starts, h_starts)
+        if self.prepare is not None:
+            self.prepare(index, q, k, g, beta, cu, starts, inverses, gates, norms, out)
+        self.scan(
+            index,
+            q,
+            k,
+            v,
+            gates if initial_state is None else initial_state,
+            cu,
+            starts,
+            inverses,
+            gates,
+            norms,
+            out,
+            gates if final_state is None else final_state,
+            gates if h is None else h,
+            h_starts,
+        )
+
+
+def _pow2(n: int) -> int:
+    """The least power of two from n on that a matrix product can have, 16 or more."""
+    return max(16, 1 << max(0, n - 1).bit_length())
+
+
+def _strides(name: str, facts: TensorFacts) -> dict[str, int]:
+    return {f"{name}_stride_{dim}": stride for dim, stride in zip("bthd", facts.stride)}

@@ -1,0 +1,109 @@
+"""Our chunked kernels in Triton (``csrc_free_ops.gdn``)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_attn_tiers.problem import GdnProblem
+from torch_attn_tiers.tier import Plan, Tier
+
+if TYPE_CHECKING:
+    from csrc_free_ops.gdn import GdnPlan
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _no_triton(problem: GdnProblem) -> str | None:
+    return None if _triton_is_installed() else "the package triton is not installed"
+
+
+def _device(problem: GdnProblem) -> str | None:
+    device = problem.device
+    if device.type == "cpu":
+        if not device.interpret:
+            return "no CPU kernel: runs there by Triton's interpreter only (TRITON_INTERPRET=1)"
+        if problem.requested != "triton":
+            return "Triton's interpreter runs on the CPU when asked for only, by tier='triton'"
+        return None
+    if device.type != "cuda":
+        return f"runs on CUDA and ROCm devices, not on {device.type}"
+    is_nvidia = device.arch.startswith("sm_")
+    if is_nvidia and device.capability is not None and device.capability < (8, 0):
+        major, minor = device.capability
+        return f"needs compute capability 8.0 or newer, the device has {major}.{minor}"
+    return None
+
+
+def _not_verified(problem: GdnProblem) -> str | None:
+    return None if problem.device.type == "cpu" else "not verified on a GPU yet"
+
+
+def _dtype(problem: GdnProblem) -> str | None:
+    if problem.device.interpret and problem.q.dtype is torch.bfloat16:
+        return "bfloat16 products are wrong in Triton's interpreter"
+    return None
+
+
+_BASICS = (_no_triton, _device, _not_verified, _dtype)
+
+
+def _kernel_limits(problem: GdnProblem) -> str | None:
+    """What the kernels themselves say, where they could run: importing Triton takes a second."""
+    if any(basic(problem) is not None for basic in _BASICS):
+        return None
+    from csrc_free_ops.gdn import unsupported
+
+    return unsupported(**_arguments(problem))
+
+
+def _arguments(problem: GdnProblem) -> dict[str, Any]:
+    """The problem as the kernels' planner takes it."""
+    return dict(
+        q=problem.q,
+        k=problem.k,
+        v=problem.v,
+        g=problem.g,
+        beta=problem.beta,
+        device=problem.device,
+        initial_state=problem.initial_state,
+        cu_seqlens_dtype=problem.cu_seqlens_dtype,
+        sequences=problem.N,
+        scale=problem.scale,
+        qk_l2norm=problem.qk_l2norm,
+        output_final_state=problem.output_final_state,
+        h_layout=problem.h_layout,
+        h_rows=problem.h_rows,
+        h_dtype=problem.h_dtype,
+    )
+
+
+def _plan(problem: GdnProblem) -> GdnPlan:
+    from csrc_free_ops.gdn import plan_gdn
+
+    return plan_gdn(**_arguments(problem))
+
+
+def _ready(problem: GdnProblem) -> bool:
+    return _plan(problem).is_compiled()
+
+
+def _build(problem: GdnProblem) -> Plan:
+    plan = _plan(problem)
+    plan.compile()
+    return plan.run
+
+
+TIER = Tier(
+    op="gdn_chunk_prefill",
+    name="triton",
+    predicates=(*_BASICS, _kernel_limits),
+    build=_build,
+    ready=_ready,
+)
