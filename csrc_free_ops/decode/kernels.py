@@ -1,21 +1,39 @@
 """Split-KV decode attention in one launch: the device code.
 
-The work is a list of *tasks*, one per (batch row, KV head, tile of query rows), each cut into tiles of ``BLOCK_N``
-keys. How many tiles a task has follows from the row's length, which only the device knows. There are two ways to deal
-tiles out to programs:
+A *task* is one tile of query rows of one KV head of one batch row. The keys that it sees are cut
+into tiles of ``BLOCK_N``; how many there are follows from the row's length, which only the device
+knows. Tiles are dealt out to programs in one of two ways:
 
-* ``BALANCED`` (all query rows of a KV head fit one tile): every program adds up the tiles of the whole batch and takes
-  an equal, contiguous share of the flat list of tiles. One loop runs through the share, across the ends of tasks, so
-  that the loads of the next task are under way while the last one is finished.
-* otherwise the grid is (task, split). A split is an equal part of the task's visible keys, or, with
-  ``SPLIT_TILES > 0``, a fixed run of tiles, cut at positions that depend on the key index alone, so that a row's bits
-  depend neither on its neighbours nor on the capacity.
+* ``BALANCED`` (all query rows of a KV head fit one task): the tiles of all tasks form one flat
+  list, and every program takes a contiguous *share* of ``ceil(total / programs)`` of them. One
+  loop runs through the share, across the ends of tasks, so that the loads of the next task are
+  under way while the last one is finished.
+* otherwise a program is one split of one task: an equal part of the tiles that the task sees, or,
+  with ``SPLIT_TILES > 0``, those of a fixed run of ``SPLIT_TILES`` tiles that it sees.
 
-A task that lies within one program is finished there. The parts of any other go to scratch, and the program that
-arrives last at the task's counter merges them, in their order, and sets the counter back to zero.
+A task that lies within one program is finished there. Of any other task each program writes its
+*part* to a *slot* of scratch and then adds to the task's counter: the part's tiles where
+``BALANCED``, else 1. The program that completes the sum has arrived last: it merges the parts, in
+their order, and sets the counter back to zero.
 
-Notation: S = scale * Q K^T (logits), P = softmax numerators, m = running row maximum, l = running row sum, all float32.
+What holds throughout:
+
+* Nothing touches memory before ``gdc_wait``: an earlier kernel may still be writing.
+* Keys and query rows outside the valid ones are not predicated away: the nearest valid one is read
+  in their place, at weight zero (keys) or never stored (rows). That costs less.
+* Whether a row saw a key is kept apart from its sum, which is zero also where all logits are -inf:
+  in ``seen``, and as ``l = -1`` in parts of rows that saw none.
+* With ``SPLIT_TILES > 0`` the bits of a row depend neither on its neighbours nor on the capacity:
+  cuts and the order of sums, ``UNROLL`` included, may follow from key positions alone.
+
+Every task reads the keys and values that it sees once; memory bandwidth is the bound.
+
+Notation: s = scale * Q K^T (logits), p = softmax numerators, m = running row maximum, l = running
+row sum, acc = running P V, all float32. b, h and t count batch rows, KV heads and keys; r counts
+the query rows of a KV head, s_row and g_row are their query positions and heads in the group.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -23,10 +41,62 @@ from triton.language.extra import cuda as tl_cuda
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# Scalars whose values (1, multiples of 16) must not lead to kernels of their own.
+UNSPECIALIZED = (
+    "batch", "kv_heads", "group", "q_len", "capacity", "mask_len",
+    "past", "left", "right",
+    "splits", "slots",
+)  # fmt: skip
+
+
+# Values that travel together through the helpers. A tuple's members are values of the device: what
+# the compiler must know is passed beside it, or in a tuple that is itself a ``tl.constexpr``.
+
+
+class Window(NamedTuple):
+    """Where query rows stand among the keys, and how far they see."""
+
+    q_len: Any
+    past: Any  # position of query row 0; with lengths it is n - q_len
+    left: Any
+    right: Any
+
+
+class Rules(NamedTuple):
+    """Which bounds on the keys apply."""
+
+    LENGTHS: Any
+    CAUSAL: Any
+    LEFT: Any
+    RIGHT: Any
+
+
+class Output(NamedTuple):
+    """Where finished rows go, and the sinks that they take in last."""
+
+    out: Any
+    stride_b: Any
+    stride_h: Any
+    stride_s: Any
+    sinks: Any
+
+
+class Parts(NamedTuple):
+    """The parts of one task, named by program (``BALANCED``) or by split.
+
+    The first lies in ``first_slot``, part p > first in
+    ``(first_slot // slot_step + p - first) * slot_step``.
+    """
+
+    first: Any
+    last: Any
+    first_slot: Any
+    slot_step: Any
+
 
 @triton.jit
 def _tanh(x):
-    """tanh to float32 accuracy: the exponential form cancels near 0, so small arguments take the Taylor series."""
+    """tanh to float32 accuracy: where the exponential form cancels, near 0, the Taylor series."""
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     large = (1.0 - e) / (1.0 + e)
     large = tl.where(x < 0, -large, large)
@@ -50,15 +120,25 @@ def _exp(x, NATURAL: tl.constexpr):
 
 @triton.jit
 def _new_maximum(m, m_other, NATURAL: tl.constexpr):
-    """The new row maximum, the same with 0 for -inf, and the factor for what the old maximum scaled."""
+    """The new row maximum, the same with 0 for -inf, and the factor for what the old one scaled."""
     m_new = tl.maximum(m, m_other)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     return m_new, m_safe, _exp(m - m_safe, NATURAL)
 
 
 @triton.jit
+def _empty_rows(ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """(m, l, acc, seen) of rows before their first key."""
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    seen = tl.zeros([ROWS], tl.int32)
+    return m, l, acc, seen
+
+
+@triton.jit
 def _valid_length(lengths, b, capacity, in_batch, HAS_LENGTHS: tl.constexpr):
-    """The row's count of valid keys, clamped to [0, capacity]; the capacity where no lengths are given."""
+    """The row's count of valid keys, clamped to [0, capacity]; the capacity without lengths."""
     if HAS_LENGTHS:
         n = tl.load(lengths + b, mask=in_batch, other=0)
         n = tl.minimum(tl.maximum(n, 0), capacity).to(tl.int32)
@@ -68,37 +148,50 @@ def _valid_length(lengths, b, capacity, in_batch, HAS_LENGTHS: tl.constexpr):
 
 
 @triton.jit
-def _key_bounds(
-    n, first_row, last_row, q_len, past, left, right,
-    HAS_LENGTHS: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-):  # fmt: skip
-    """[lo, hi): the keys that query rows first_row..last_row can see together (exact for one row); [0, 0) for none."""
-    if HAS_LENGTHS:
-        offset = n - q_len
+def _key_bounds(n, first_row, last_row, window, RULES: tl.constexpr):
+    """[lo, hi): the keys that query rows first_row..last_row see between them; [0, 0) for none."""
+    if RULES.LENGTHS:
+        offset = n - window.q_len
     else:
-        offset = n * 0 + past
+        offset = n * 0 + window.past
     lo = n * 0
     hi = n
-    if HAS_LEFT:
-        lo = tl.maximum(lo, first_row + offset - left)
-    if IS_CAUSAL:
+    if RULES.LEFT:
+        lo = tl.maximum(lo, first_row + offset - window.left)
+    if RULES.CAUSAL:
         hi = tl.minimum(hi, last_row + offset + 1)
-    if HAS_RIGHT:
-        hi = tl.minimum(hi, last_row + offset + right + 1)
+    if RULES.RIGHT:
+        hi = tl.minimum(hi, last_row + offset + window.right + 1)
     empty = lo >= hi
     return tl.where(empty, 0, lo), tl.where(empty, 0, hi)
 
 
 @triton.jit
+def _row_bounds(n, s_row, window, RULES: tl.constexpr):
+    """[lo, hi) of each query row by itself, as vectors even where all rows see the same keys."""
+    lo, hi = _key_bounds(n, s_row, s_row, window, RULES)
+    return lo + s_row * 0, hi + s_row * 0
+
+
+@triton.jit
+def _sees_any(n, s_row, begin, end, shift, window, RULES: tl.constexpr, BLOCK_N: tl.constexpr):
+    """1 for each query row that sees a key at positions [begin, end) of its task, else 0."""
+    lo, hi = _row_bounds(n, s_row, window, RULES)
+    t_end = tl.minimum(hi, (end + shift) * BLOCK_N)
+    t_begin = tl.maximum(lo, (begin + shift) * BLOCK_N)
+    return (t_end > t_begin).to(tl.int32)
+
+
+@triton.jit
 def _tiles(lo, hi, BLOCK_N: tl.constexpr):
-    """The first tile of keys [lo, hi) and how many there are; one for no keys: somebody has to write the zeros."""
+    """The first tile of keys [lo, hi) and their number: one for no keys, to write the zeros."""
     first_tile = lo // BLOCK_N
     return first_tile, tl.maximum(tl.cdiv(hi, BLOCK_N) - first_tile, 1)
 
 
 @triton.jit
 def _batch_row_of(position, cumulated, n_all, BLOCK_B: tl.constexpr):
-    """The batch row that holds a position of the flat list, where it begins in the list, and its valid length."""
+    """The batch row that holds a position of the flat list, where it begins, and its length."""
     if BLOCK_B == 1:
         b = position * 0
         return b, b, tl.sum(n_all, 0)
@@ -126,12 +219,12 @@ def _load_columns(ptrs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_rows(
-    out, sinks, m, l, acc, seen, b, head, s_row, row_ok, o_stride_b, o_stride_h, o_stride_s,
+    output, m, l, acc, seen, b, head, s_row, row_ok,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the sinks, divides by the row sums and writes finished rows; rows that saw no key become zero."""
+    """Adds the sinks, divides and writes finished rows; rows that saw no key become zero."""
     if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=row_ok, other=float("-inf")).to(tl.float32)
+        sink = tl.load(output.sinks + head, mask=row_ok, other=float("-inf")).to(tl.float32)
         if not NATURAL:
             sink = sink * LOG2E
         _m, m_safe, alpha = _new_maximum(m, sink, NATURAL)
@@ -140,22 +233,24 @@ def _store_rows(
     y = tl.where((seen != 0)[:, None], acc * (1.0 / l)[:, None], 0.0)
     dv = tl.arange(0, BLOCK_DV)
     rows = (
-        out
-        + tl.cast(b, tl.int64) * o_stride_b
-        + head * o_stride_h
-        + s_row.to(tl.int64) * o_stride_s
+        output.out
+        + tl.cast(b, tl.int64) * output.stride_b
+        + head * output.stride_h
+        + s_row.to(tl.int64) * output.stride_s
     )
     tl.store(
         rows[:, None] + dv[None, :],
-        y.to(out.dtype.element_ty),
+        y.to(output.out.dtype.element_ty),
         mask=row_ok[:, None] & (dv < DV)[None, :],
     )
 
 
 @triton.jit
-def _store_part(partials, slot, slots, m, l, acc, seen, row_ok, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-                ROWS: tl.constexpr):  # fmt: skip
-    """Writes a part to scratch. Rows that saw no key carry l = -1: the merge must tell them from a sum of zero."""
+def _store_part(
+    partials, slots, slot, m, l, acc, seen, row_ok,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Writes a part to its slot, l = -1 in rows that saw no key."""
     r_part = tl.arange(0, BLOCK_M)
     dv = tl.arange(0, BLOCK_DV)
     ok = row_ok & (r_part < ROWS)
@@ -167,22 +262,19 @@ def _store_part(partials, slot, slots, m, l, acc, seen, row_ok, BLOCK_M: tl.cons
 
 
 @triton.jit
-def _load_part(
-    partials, slots, part, first_part, last_part, first_slot, slot_step, row_ok, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """(acc, m, l) of one part; of a part past the last, what adds nothing.
-
-    The first part lies in ``first_slot``, part p > first in ``(first_slot // slot_step + p - first) * slot_step``.
-    Past the L1, which may hold what other programs have overwritten since.
-    """
+def _load_part(partials, slots, parts, part, row_ok, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """(acc, m, l) of one part; of a part past the last, what adds nothing."""
     slot = tl.where(
-        part == first_part, first_slot, (first_slot // slot_step + part - first_part) * slot_step
+        part == parts.first,
+        parts.first_slot,
+        (parts.first_slot // parts.slot_step + part - parts.first) * parts.slot_step,
     )
-    ok = row_ok & (part <= last_part)
+    ok = row_ok & (part <= parts.last)
     at = slot * ROWS + tl.arange(0, ROWS)
+    dv = tl.arange(0, BLOCK_DV)
     ml = partials + slots * ROWS * BLOCK_DV + at
-    a_ptrs = partials + at[:, None] * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :]
+    a_ptrs = partials + at[:, None] * BLOCK_DV + dv[None, :]
+    # Past the L1: it may hold what was there before other programs wrote these lines.
     a_part = tl.load(a_ptrs, mask=ok[:, None], other=0.0, cache_modifier=".cg")
     m_part = tl.load(ml, mask=ok, other=float("-inf"), cache_modifier=".cg")
     l_part = tl.load(ml + slots * ROWS, mask=ok, other=-1.0, cache_modifier=".cg")
@@ -194,119 +286,101 @@ def _add_part(l, acc, seen, a_part, m_part, l_part, m_safe, NATURAL: tl.constexp
     """(l, acc, seen) with one part added, relative to the maximum ``m_safe``."""
     w = _exp(m_part - m_safe, NATURAL)
     hidden = l_part < 0.0
-    return (
-        l + tl.where(hidden, 0.0, l_part) * w,
-        acc + a_part * w[:, None],
-        seen | tl.where(hidden, 0, 1),
-    )
+    l += tl.where(hidden, 0.0, l_part) * w
+    acc += a_part * w[:, None]
+    return l, acc, seen | tl.where(hidden, 0, 1)
 
 
 @triton.jit
 def _merge_parts(
-    partials, slots, first_part, last_part, first_slot, slot_step, out, sinks, b, h, row_tile, group, rows_total,
-    o_stride_b, o_stride_h, o_stride_s, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    ROWS: tl.constexpr, UNROLL: tl.constexpr, MERGE_STAGES: tl.constexpr, HAS_SINKS: tl.constexpr, NATURAL: tl.constexpr,
+    partials, slots, parts, output, b, h, row_tile, group, rows_total,
+    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Merges all parts of one task, in their order, and writes its rows.
 
-    A rolled, pipelined loop: unrolled, fetching its instructions takes longer than the merge (measured: 3-10 us).
+    A rolled, pipelined loop: unrolled, fetching its instructions takes longer than the merge
+    (measured: 3-10 us).
     """
-    r_part = tl.arange(0, ROWS)
-    r = row_tile * BLOCK_M + r_part
+    r = row_tile * BLOCK_M + tl.arange(0, ROWS)
     row_ok = r < rows_total
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    seen = tl.zeros([ROWS], tl.int32)
-    for part in tl.range(first_part, last_part + 1, UNROLL, num_stages=MERGE_STAGES):
-        a0, m0, l0 = _load_part(
-            partials,
-            slots,
-            part,
-            first_part,
-            last_part,
-            first_slot,
-            slot_step,
-            row_ok,
-            BLOCK_DV,
-            ROWS,
-        )
+    m, l, acc, seen = _empty_rows(ROWS, BLOCK_DV)
+    for part in tl.range(parts.first, parts.last + 1, UNROLL, num_stages=MERGE_STAGES):
+        a0, m0, l0 = _load_part(partials, slots, parts, part, row_ok, ROWS, BLOCK_DV)
         m_parts = m0
         if UNROLL == 4:
-            a1, m1, l1 = _load_part(
-                partials,
-                slots,
-                part + 1,
-                first_part,
-                last_part,
-                first_slot,
-                slot_step,
-                row_ok,
-                BLOCK_DV,
-                ROWS,
-            )
-            a2, m2, l2 = _load_part(
-                partials,
-                slots,
-                part + 2,
-                first_part,
-                last_part,
-                first_slot,
-                slot_step,
-                row_ok,
-                BLOCK_DV,
-                ROWS,
-            )
-            a3, m3, l3 = _load_part(
-                partials,
-                slots,
-                part + 3,
-                first_part,
-                last_part,
-                first_slot,
-                slot_step,
-                row_ok,
-                BLOCK_DV,
-                ROWS,
-            )
+            a1, m1, l1 = _load_part(partials, slots, parts, part + 1, row_ok, ROWS, BLOCK_DV)
+            a2, m2, l2 = _load_part(partials, slots, parts, part + 2, row_ok, ROWS, BLOCK_DV)
+            a3, m3, l3 = _load_part(partials, slots, parts, part + 3, row_ok, ROWS, BLOCK_DV)
             m_parts = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
         m, m_safe, alpha = _new_maximum(m, m_parts, NATURAL)
-        l, acc, seen = _add_part(l * alpha, acc * alpha[:, None], seen, a0, m0, l0, m_safe, NATURAL)
+        l = l * alpha
+        acc = acc * alpha[:, None]
+        l, acc, seen = _add_part(l, acc, seen, a0, m0, l0, m_safe, NATURAL)
         if UNROLL == 4:
             l, acc, seen = _add_part(l, acc, seen, a1, m1, l1, m_safe, NATURAL)
             l, acc, seen = _add_part(l, acc, seen, a2, m2, l2, m_safe, NATURAL)
             l, acc, seen = _add_part(l, acc, seen, a3, m3, l3, m_safe, NATURAL)
     s_row = r // group
     head = (h * group + r - s_row * group).to(tl.int64)
-    _store_rows(
-        out, sinks, m, l, acc, seen, b, head, s_row, row_ok, o_stride_b, o_stride_h, o_stride_s,
-        DV, BLOCK_DV, HAS_SINKS, NATURAL,
-    )  # fmt: skip
+    _store_rows(output, m, l, acc, seen, b, head, s_row, row_ok, DV, BLOCK_DV, HAS_SINKS, NATURAL)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch", "kv_heads", "group", "q_len", "capacity", "mask_len", "past", "left", "right", "splits", "slots",
-    ],
-    do_not_specialize_on_alignment=["lengths", "sinks"],
-)  # fmt: skip
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=["lengths", "sinks"])
 def split_kv_kernel(
-    query, key, value, out, lengths, mask, sinks,
+    # Tensors. The query stands in for an absent one, the output for absent partials and counters.
+    query,  # [B, Hq, Sq, D]
+    key,  # [B, Hkv, T, D]
+    value,  # [B, Hkv, T, Dv]
+    out,  # [B, Hq, Sq, Dv]
+    lengths,  # [B], valid keys
+    mask,  # [B, Hq, Sq, mask_len]: uint8 for bool, or any type of bias; keys past it are hidden
+    sinks,  # [Hq], logits
     partials,  # float32 [slots, ROWS, BLOCK_DV] of acc, then [slots, ROWS] of m and of l
     counters,  # int32, one a task, zero at entry and at exit
-    batch, kv_heads, group, q_len, capacity, mask_len, past, left, right, splits, slots, scale, softcap,
-    q_stride_b, q_stride_h, q_stride_s, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
-    o_stride_b, o_stride_h, o_stride_s, mask_stride_b, mask_stride_h, mask_stride_s, mask_stride_t,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, MERGE_STAGES: tl.constexpr, BALANCED: tl.constexpr,
-    SPLIT_TILES: tl.constexpr, MERGE: tl.constexpr, SINGLE_QUERY: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    HAS_BOOL_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, DOT_PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, NARROW_ROWS: tl.constexpr, PDL: tl.constexpr,
+    # Sizes: group = Hq // Hkv, q_len = Sq, capacity = T.
+    batch, kv_heads, group, q_len, capacity, mask_len,
+    # Which keys a row sees, see Window.
+    past, left, right,
+    # Schedule.
+    splits,  # programs a task; 1 where BALANCED
+    slots,  # parts that scratch has room for
+    # Logits: scale is multiplied by log2(e) unless NATURAL.
+    scale, softcap,
+    # Strides in elements; those of the last dimensions are 1.
+    q_stride_b, q_stride_h, q_stride_s,
+    k_stride_b, k_stride_h, k_stride_t,
+    v_stride_b, v_stride_h, v_stride_t,
+    o_stride_b, o_stride_h, o_stride_s,
+    mask_stride_b, mask_stride_h, mask_stride_s, mask_stride_t,
+    # Sizes of heads, and the powers of two that hold them and the batch (1 unless BALANCED).
+    D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr,
+    # Tile: query rows, keys, stages of the loop's pipeline.
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    # Schedule.
+    BALANCED: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,  # tiles of a split at fixed positions; 0 for equal splits
+    # Merge: rows of a part, parts at a time (1 or 4), stages. Without MERGE no task has two parts.
+    MERGE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    # What the problem has.
+    SINGLE_QUERY: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_BOOL_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    # How it is compiled.
+    DOT_PRECISION: tl.constexpr,
+    NARROW_ROWS: tl.constexpr,  # offsets within a tile of keys fit 32 bits
+    PDL: tl.constexpr,  # programmatic dependent launch
 ):  # fmt: skip
+    """Writes the attention of every query over the keys that it sees to ``out``, in one launch."""
     # Natural units where a bias may be finfo.min: times log2(e) it would become -inf.
     NATURAL: tl.constexpr = HAS_BIAS or HAS_SOFTCAP
     HAS_MASK: tl.constexpr = HAS_BIAS or HAS_BOOL_MASK
+
+    RULES: tl.constexpr = Rules(HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT)
+    window = Window(q_len, past, left, right)
+    output = Output(out, o_stride_b, o_stride_h, o_stride_s, sinks)
 
     program = tl.program_id(0)
     rows_total = group * q_len
@@ -315,24 +389,12 @@ def split_kv_kernel(
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
 
-    # ---- which tiles: positions [begin, end); position i is key tile i + shift of the current task
+    # ---- Which tiles: positions [begin, end); position i is key tile i + shift of the task.
     if BALANCED:
         programs = tl.num_programs(0)
         in_batch = tl.arange(0, BLOCK_B)
         n_all = _valid_length(lengths, in_batch, capacity, in_batch < batch, HAS_LENGTHS)
-        lo_all, hi_all = _key_bounds(
-            n_all,
-            0,
-            q_len - 1,
-            q_len,
-            past,
-            left,
-            right,
-            HAS_LENGTHS,
-            IS_CAUSAL,
-            HAS_LEFT,
-            HAS_RIGHT,
-        )
+        lo_all, hi_all = _key_bounds(n_all, 0, q_len - 1, window, RULES)
         _first, tiles_all = _tiles(lo_all, hi_all, BLOCK_N)
         work = tl.where(in_batch < batch, tiles_all * kv_heads, 0)
         cumulated = tl.cumsum(work, 0)
@@ -340,17 +402,16 @@ def split_kv_kernel(
         share = tl.cdiv(total, programs)
         begin = tl.minimum(program * share, total)
         end = tl.minimum(begin + share, total)
+
+        row_tile = 0
         s_last = q_len - 1
         b, row_start, n = _batch_row_of(begin, cumulated, n_all, BLOCK_B)
-        lo, hi = _key_bounds(
-            n, 0, s_last, q_len, past, left, right, HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT
-        )
+        lo, hi = _key_bounds(n, 0, s_last, window, RULES)
         first_tile, tiles = _tiles(lo, hi, BLOCK_N)
         h = (begin - row_start) // tiles
         task_end = row_start + (h + 1) * tiles
         shift = first_tile - (row_start + h * tiles)
         b_first, h_first, tiles_first, end_first = b, h, tiles, task_end
-        row_tile = 0
     else:
         row_tiles = tl.cdiv(rows_total, BLOCK_M)
         task = program // splits
@@ -362,19 +423,7 @@ def split_kv_kernel(
         n = _valid_length(lengths, b, capacity, True, HAS_LENGTHS)
         s_first = row_tile * BLOCK_M // group
         s_last = tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1)
-        lo, hi = _key_bounds(
-            n,
-            s_first,
-            s_last,
-            q_len,
-            past,
-            left,
-            right,
-            HAS_LENGTHS,
-            IS_CAUSAL,
-            HAS_LEFT,
-            HAS_RIGHT,
-        )
+        lo, hi = _key_bounds(n, s_first, s_last, window, RULES)
         first_tile, tiles = _tiles(lo, hi, BLOCK_N)
         if SPLIT_TILES > 0:
             first_part = first_tile // SPLIT_TILES
@@ -389,7 +438,7 @@ def split_kv_kernel(
             end = tl.minimum(begin + split_tiles, first_tile + tiles)
         shift = 0
 
-    # ---- query rows: row r is query position r // G of query head h * G + r % G
+    # ---- Query rows: row r is query position r // group of query head h * group + r % group.
     r = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     row_ok = r < rows_total
     if SINGLE_QUERY:
@@ -405,9 +454,8 @@ def split_kv_kernel(
     if SINGLE_QUERY:
         q_rows = r_read.to(tl.int64) * q_stride_h
     else:
-        q_rows = (r_read % group).to(tl.int64) * q_stride_h + (r_read // group).to(
-            tl.int64
-        ) * q_stride_s
+        q_rows = (r_read % group).to(tl.int64) * q_stride_h
+        q_rows += (r_read // group).to(tl.int64) * q_stride_s
     q_ptrs = query + q_rows[:, None] + d[None, :]
     k_columns = key + d[None, :]
     v_columns = value + dv[None, :]
@@ -415,16 +463,13 @@ def split_kv_kernel(
         mask_rows = g_row.to(tl.int64) * mask_stride_h + s_row.to(tl.int64) * mask_stride_s
         mask_ptrs = mask + mask_rows[:, None] + t_tile.to(tl.int64)[None, :] * mask_stride_t
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    seen = tl.zeros([BLOCK_M], tl.int32)
-    task_begin = begin
+    m, l, acc, seen = _empty_rows(BLOCK_M, BLOCK_DV)
+    task_begin = begin  # of this share's part of the current task
     q_base = _base(b, h * group, q_stride_b, q_stride_h)
     k_base = _base(b, h, k_stride_b, k_stride_h)
     v_base = _base(b, h, v_stride_b, v_stride_h)
 
-    # ---- one loop over all tiles; Triton keeps STAGES - 1 tiles of loads in flight
+    # ---- One loop over all tiles; Triton keeps STAGES - 1 tiles of loads in flight.
     for i in tl.range(begin, end, num_stages=STAGES):
         if BALANCED:
             if i >= task_end:
@@ -432,34 +477,23 @@ def split_kv_kernel(
                 h = tl.where(h + 1 < kv_heads, h + 1, 0)
                 b = tl.where(h == 0, b + 1, b)
                 n = _valid_length(lengths, b, capacity, True, HAS_LENGTHS)
-                lo, hi = _key_bounds(
-                    n,
-                    0,
-                    s_last,
-                    q_len,
-                    past,
-                    left,
-                    right,
-                    HAS_LENGTHS,
-                    IS_CAUSAL,
-                    HAS_LEFT,
-                    HAS_RIGHT,
-                )
+                lo, hi = _key_bounds(n, 0, s_last, window, RULES)
                 first_tile, tiles = _tiles(lo, hi, BLOCK_N)
-                task_begin = i + 0
+                task_begin = i
                 task_end = i + tiles
                 shift = first_tile - i
                 q_base = _base(b, h * group, q_stride_b, q_stride_h)
                 k_base = _base(b, h, k_stride_b, k_stride_h)
                 v_base = _base(b, h, v_stride_b, v_stride_h)
+
+        # Load. The nearest key inside stands in for keys outside [lo, hi), at weight zero: this
+        # costs less than a predicate a row. (An empty row reads key 0; a select zeroes the row.)
         t0 = (i + shift) * BLOCK_N
         wide_t = tl.cast(t0, tl.int64)
         t = t0 + t_tile
         key_ok = t < hi
         if HAS_LEFT:
             key_ok = key_ok & (t >= lo)
-        # Keys outside [lo, hi) are not read: the nearest key inside stands in for them, at weight zero. This costs
-        # less than a predicate a row. (An empty row reads key 0; its zeros are written by select.)
         key_row = tl.minimum(t_tile, hi - 1 - t0)
         if HAS_LEFT:
             key_row = tl.maximum(key_row, lo - t0)
@@ -467,41 +501,24 @@ def split_kv_kernel(
         if not NARROW_ROWS:
             key_row = key_row.to(tl.int64)
         q_tile = _load_columns(q_ptrs + q_base, D, BLOCK_D)
-        k_tile = _load_columns(
-            k_columns + (k_base + wide_t * k_stride_t) + key_row * k_stride_t, D, BLOCK_D
-        )
-        v_tile = _load_columns(
-            v_columns + (v_base + wide_t * v_stride_t) + key_row * v_stride_t, DV, BLOCK_DV
-        )
+        k_ptrs = k_columns + (k_base + wide_t * k_stride_t) + key_row * k_stride_t
+        k_tile = _load_columns(k_ptrs, D, BLOCK_D)
+        v_ptrs = v_columns + (v_base + wide_t * v_stride_t) + key_row * v_stride_t
+        v_tile = _load_columns(v_ptrs, DV, BLOCK_DV)
 
+        # Logits.
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION) * scale
         if HAS_SOFTCAP:
             s = softcap * _tanh(s / softcap)
         if SINGLE_QUERY:
             ok = key_ok[None, :]
         else:
-            lo_row, hi_row = _key_bounds(
-                n,
-                s_row,
-                s_row,
-                q_len,
-                past,
-                left,
-                right,
-                HAS_LENGTHS,
-                IS_CAUSAL,
-                HAS_LEFT,
-                HAS_RIGHT,
-            )
-            ok = (t[None, :] >= (lo_row + r * 0)[:, None]) & (
-                t[None, :] < (hi_row + r * 0)[:, None]
-            )
+            lo_row, hi_row = _row_bounds(n, s_row, window, RULES)
+            ok = (t[None, :] >= lo_row[:, None]) & (t[None, :] < hi_row[:, None])
         if HAS_MASK:
             ok = ok & row_ok[:, None] & (t < mask_len)[None, :]
-            mask_at = mask_ptrs + (
-                _base(b, h * group, mask_stride_b, mask_stride_h) + wide_t * mask_stride_t
-            )
-            given = tl.load(mask_at, mask=ok, other=0)
+            mask_base = _base(b, h * group, mask_stride_b, mask_stride_h) + wide_t * mask_stride_t
+            given = tl.load(mask_ptrs + mask_base, mask=ok, other=0)
             if HAS_BIAS:
                 bias = given.to(tl.float32)
                 ok = ok & (bias != float("-inf"))
@@ -513,123 +530,92 @@ def split_kv_kernel(
             v_tile = tl.where(shown[:, None], v_tile, 0.0)
         s = tl.where(ok, s, float("-inf"))
 
+        # Online softmax.
         m, m_safe, alpha = _new_maximum(m, tl.max(s, 1), NATURAL)
         p = _exp(s - m_safe[:, None], NATURAL)
         l = l * alpha + tl.sum(p, 1)
-        acc = tl.dot(
-            p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=DOT_PRECISION
-        )
+        p = p.to(v_tile.dtype)
+        acc = tl.dot(p, v_tile, acc * alpha[:, None], input_precision=DOT_PRECISION)
         if HAS_MASK:
             seen = seen | tl.max(ok.to(tl.int32), 1)
 
+        # Store, where the task or the share ends.
         if BALANCED:
             if (i + 1 == task_end) | (i + 1 == end):
                 if not HAS_MASK:
-                    lo_row, hi_row = _key_bounds(
-                        n,
-                        s_row,
-                        s_row,
-                        q_len,
-                        past,
-                        left,
-                        right,
-                        HAS_LENGTHS,
-                        IS_CAUSAL,
-                        HAS_LEFT,
-                        HAS_RIGHT,
-                    )
-                    seen_to = tl.minimum(hi_row + r * 0, (i + 1 + shift) * BLOCK_N)
-                    seen_from = tl.maximum(lo_row + r * 0, (task_begin + shift) * BLOCK_N)
-                    seen = (seen_to > seen_from).to(tl.int32)
+                    seen = _sees_any(n, s_row, task_begin, i + 1, shift, window, RULES, BLOCK_N)
                 if i + 1 - task_begin == tiles:
+                    head = (h * group + g_row).to(tl.int64)
                     _store_rows(
-                        out, sinks, m, l, acc, seen, b, (h * group + g_row).to(tl.int64), s_row, row_ok,
-                        o_stride_b, o_stride_h, o_stride_s, DV, BLOCK_DV, HAS_SINKS, NATURAL,
+                        output, m, l, acc, seen, b, head, s_row, row_ok,
+                        DV, BLOCK_DV, HAS_SINKS, NATURAL,
                     )  # fmt: skip
                 elif MERGE:
-                    # A share holds at most two unfinished parts: its first (even slot) and its last (odd slot).
+                    # At most two parts of a share are of unfinished tasks: its first (even slot)
+                    # and its last (odd slot).
                     slot = 2 * program + tl.where(task_begin > begin, 1, 0)
                     _store_part(
-                        partials, slot, slots, m, l, acc, seen, row_ok, BLOCK_M, BLOCK_DV, ROWS
+                        partials, slots, slot, m, l, acc, seen, row_ok, BLOCK_M, ROWS, BLOCK_DV
                     )
-                m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                l = tl.zeros([BLOCK_M], tl.float32)
-                acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-                seen = tl.zeros([BLOCK_M], tl.int32)
+                m, l, acc, seen = _empty_rows(BLOCK_M, BLOCK_DV)
 
-    # ---- what is left: unfinished tasks
+    # ---- What is left: tasks that this program does not finish alone.
     if BALANCED:
         if MERGE:
-            # Each part adds its tiles to the task's counter; who completes the sum has arrived last.
+            # Each part adds its tiles to the task's counter; who completes the sum came last.
             first_tiles = tl.minimum(end_first, end) - begin
             last_tiles = end - tl.maximum(task_end - tiles, begin)
             parted_first = (begin < end) & (first_tiles < tiles_first)
             parted_last = (begin < end) & (last_tiles < tiles) & (task_end > end_first)
-            tl.debug_barrier()  # every thread's parts are written before this program counts as arrived
+            # Every thread's parts are written before this program counts as arrived.
+            tl.debug_barrier()
+            counter_first = counters + b_first * kv_heads + h_first
             before_first = tl.atomic_add(
-                counters + b_first * kv_heads + h_first,
-                first_tiles,
-                mask=parted_first,
-                sem="acq_rel",
-                scope="gpu",
+                counter_first, first_tiles, mask=parted_first, sem="acq_rel", scope="gpu"
             )
+            counter_last = counters + b * kv_heads + h
             before_last = tl.atomic_add(
-                counters + b * kv_heads + h,
-                last_tiles,
-                mask=parted_last,
-                sem="acq_rel",
-                scope="gpu",
+                counter_last, last_tiles, mask=parted_last, sem="acq_rel", scope="gpu"
             )
             merge_first = parted_first & (before_first + first_tiles == tiles_first)
             merge_last = parted_last & (before_last + last_tiles == tiles)
-            # One copy of the code serves both: it is cold, and fetching it takes longer than running it.
+            # One copy of the code for both: it is cold, and takes longer to fetch than to run.
             for is_last in range(tl.where(merge_first, 0, 1), tl.where(merge_last, 2, 1)):
                 b_task = tl.where(is_last > 0, b, b_first)
                 h_task = tl.where(is_last > 0, h, h_first)
                 task_stop = tl.where(is_last > 0, task_end, end_first)
                 task_start = task_stop - tl.where(is_last > 0, tiles, tiles_first)
                 first_part = task_start // share
-                # In its first program the part is a later one (odd slot) unless the share begins with the task.
+                # In its first program the part is the last one (odd slot), unless the share
+                # begins with the task.
                 first_slot = 2 * first_part + tl.where(first_part * share < task_start, 1, 0)
+                parts = Parts(first_part, (task_stop - 1) // share, first_slot, 2)
                 _merge_parts(
-                    partials, slots, first_part, (task_stop - 1) // share, first_slot, 2, out, sinks, b_task, h_task, 0,
-                    group, rows_total, o_stride_b, o_stride_h, o_stride_s,
-                    DV, BLOCK_DV, BLOCK_M, ROWS, UNROLL, MERGE_STAGES, HAS_SINKS, NATURAL,
+                    partials, slots, parts, output, b_task, h_task, 0, group, rows_total,
+                    BLOCK_M, ROWS, UNROLL, MERGE_STAGES, DV, BLOCK_DV, HAS_SINKS, NATURAL,
                 )  # fmt: skip
                 tl.store(counters + b_task * kv_heads + h_task, 0)
     else:
         if begin < end:
             if not HAS_MASK:
-                lo_row, hi_row = _key_bounds(
-                    n,
-                    s_row,
-                    s_row,
-                    q_len,
-                    past,
-                    left,
-                    right,
-                    HAS_LENGTHS,
-                    IS_CAUSAL,
-                    HAS_LEFT,
-                    HAS_RIGHT,
-                )
-                seen_to = tl.minimum(hi_row + r * 0, end * BLOCK_N)
-                seen = (seen_to > tl.maximum(lo_row + r * 0, begin * BLOCK_N)).to(tl.int32)
+                seen = _sees_any(n, s_row, begin, end, shift, window, RULES, BLOCK_N)
             if first_part == last_part:
+                head = (h * group + g_row).to(tl.int64)
                 _store_rows(
-                    out, sinks, m, l, acc, seen, b, (h * group + g_row).to(tl.int64), s_row, row_ok,
-                    o_stride_b, o_stride_h, o_stride_s, DV, BLOCK_DV, HAS_SINKS, NATURAL,
+                    output, m, l, acc, seen, b, head, s_row, row_ok,
+                    DV, BLOCK_DV, HAS_SINKS, NATURAL,
                 )  # fmt: skip
             elif MERGE:
                 _store_part(
-                    partials, program, slots, m, l, acc, seen, row_ok, BLOCK_M, BLOCK_DV, ROWS
+                    partials, slots, program, m, l, acc, seen, row_ok, BLOCK_M, ROWS, BLOCK_DV
                 )
-                tl.debug_barrier()  # every thread's part is written before this program counts as arrived
+                # Every thread's part is written before this program counts as arrived.
+                tl.debug_barrier()
                 arrived = tl.atomic_add(counters + task, 1, sem="acq_rel", scope="gpu")
                 if arrived == last_part - first_part:
+                    parts = Parts(first_part, last_part, task * splits + first_part, 1)
                     _merge_parts(
-                        partials, slots, first_part, last_part, task * splits + first_part, 1,
-                        out, sinks, b, h, row_tile, group, rows_total, o_stride_b, o_stride_h, o_stride_s,
-                        DV, BLOCK_DV, BLOCK_M, ROWS, UNROLL, MERGE_STAGES, HAS_SINKS, NATURAL,
+                        partials, slots, parts, output, b, h, row_tile, group, rows_total,
+                        BLOCK_M, ROWS, UNROLL, MERGE_STAGES, DV, BLOCK_DV, HAS_SINKS, NATURAL,
                     )  # fmt: skip
                     tl.store(counters + task, 0)
