@@ -256,8 +256,11 @@ def test_no_grad_inside_the_compiled_function_just_works() -> None:
 
 def test_autocast_casts_nothing() -> None:
     query, key, value = _qkv()
+    plain = decode(query, key, value)
+    invariant = decode(query, key, value, batch_invariant=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert decode(query, key, value).dtype is torch.float32
+        assert torch.equal(decode(query, key, value), plain)
+        assert torch.equal(decode(query, key, value, batch_invariant=True), invariant)
         with pytest.raises(TypeError, match="key is float32 and query bfloat16"):
             decode(query.bfloat16(), key, value)
 

@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from csrc_free_ops.autocast import without_autocast
+
 #: Keys that :func:`decode_batch_invariant` takes at a time. Any constant will do.
 _CHUNK = 128
 
 
+@without_autocast
 def decode(
     query: Tensor,
     key: Tensor,
@@ -150,6 +153,7 @@ def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
     return torch.softmax(torch.cat([logits, column], 3), 3)[..., :-1]
 
 
+@without_autocast
 def decode_batch_invariant(
     query: Tensor,
     key: Tensor,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from csrc_free_ops.autocast import without_autocast
 from csrc_free_ops.facts import TensorFacts
 from csrc_free_ops.reference.decode import additive_mask, visible_keys
 from torch_attn_tiers.problem import DecodeProblem, dtype_name
@@ -111,6 +112,7 @@ def _build(problem: DecodeProblem) -> Plan:
     )
     needs_bias = problem.mask is not None or has_window or (problem.is_causal and not causal_flag)
 
+    @without_autocast
     def plan(
         query: Tensor,
         key: Tensor,
@@ -166,7 +168,7 @@ def _folded_bias(
     B, Hkv, G, Sq = problem.B, problem.Hkv, problem.G, problem.Sq
     added = additive_mask(attn_mask, T, query.dtype)
     if isinstance(added, Tensor) and query.dtype != torch.float16:
-        # The kernel multiplies by log2(e): finfo.min would become -inf, and a row of nothing else NaN.
+        # The kernel multiplies by log2(e): finfo.min would become -inf, a row of nothing else NaN.
         added = added.clamp_min(torch.finfo(torch.float32).min / 2)
     bias = torch.where(visible, added, -torch.inf)
     batches, heads = bias.shape[0], bias.shape[1]  # 1 where nothing depends on it
