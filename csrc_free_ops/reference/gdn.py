@@ -16,12 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from csrc_free_ops.autocast import without_autocast
+
 #: Tokens of a chunk: the distance of checkpoints.
 CHUNK = 64
 #: Under the root in :func:`l2norm`.
 L2NORM_EPS = 1e-6
 
 
+@without_autocast
 def gdn_recurrence(
     q: Tensor,
     k: Tensor,
@@ -61,6 +64,7 @@ def l2norm(x: Tensor) -> Tensor:
     return (wide / torch.sqrt((wide * wide).sum(-1, keepdim=True) + L2NORM_EPS)).to(x.dtype)
 
 
+@without_autocast
 def gdn_chunk_prefill(
     q: Tensor,
     k: Tensor,
