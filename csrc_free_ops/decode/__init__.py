@@ -1,6 +1,7 @@
 """Decode attention over a KV cache, split along the keys, in one Triton launch.
 
-Needs ``triton``. ``plan_split_kv`` turns shapes, strides and options into a plan; ``plan.run`` launches it.
+Needs ``triton``. ``unsupported`` says why a problem cannot be taken, ``plan_split_kv`` turns
+shapes, strides and options into a plan; ``plan.compile`` compiles it and ``plan.run`` launches it.
 """
 
 from csrc_free_ops.decode.launch import SplitKVConfig, SplitKVPlan, plan_split_kv, unsupported

@@ -1,9 +1,9 @@
 """Counters that are zero between launches, one piece of memory per stream and per captured call.
 
-A task's counter is zero before a launch and set back to zero by the program that merges the task, so nobody has to
-clear it again. Two launches that may run at the same time must not share counters: outside captures launches on one
-stream follow each other, so a stream owns a piece; a graph may be replayed on any stream beside any other graph, so
-every captured call owns a piece.
+A task's counter is zero before a launch and set back to zero by the program that merges the task,
+so nobody has to clear it again. Two launches that may run at the same time must not share counters:
+outside captures launches on one stream follow each other, so a stream owns a piece; a graph may be
+replayed on any stream beside any other graph, so every captured call owns a piece.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import threading
 import torch
 
 COUNTERS_PER_CHUNK = 1 << 20  # 4 MiB
+COUNTERS_PER_STREAM = 1024  # at least, so that a stream seldom has to be given a larger piece
 
 
 class CounterArena:
@@ -26,7 +27,10 @@ class CounterArena:
         self._captured: list[torch.Tensor] = []
 
     def reserve(self, count: int) -> None:
-        """Makes sure that the next ``count`` counters need no allocation. Not for use inside a capture."""
+        """Makes sure that the next ``count`` counters need no allocation.
+
+        Not for use inside a capture.
+        """
         with self._lock:
             if self._rest is None or self._rest.numel() < count:
                 self._rest = _zeros_outside_pools(max(2 * count, COUNTERS_PER_CHUNK), self._device)
@@ -35,9 +39,9 @@ class CounterArena:
         """At least ``count`` zero counters that belong to ``stream``."""
         counters = self._by_stream.get(stream)
         while counters is None or counters.numel() < count:
-            self.reserve(max(count, 1024))
+            self.reserve(max(count, COUNTERS_PER_STREAM))
             with self._lock:
-                counters = self._carve(max(count, 1024))
+                counters = self._carve(max(count, COUNTERS_PER_STREAM))
                 if counters is not None:
                     self._by_stream[stream] = counters
         return counters
@@ -49,7 +53,8 @@ class CounterArena:
             if counters is not None:
                 self._captured.append(counters)
                 return counters
-        # The arena is used up and a capture is no place to allocate outside the graph's pool: zeroed by the graph.
+        # The arena is used up, and a capture is no place to allocate outside the graph's pool: the
+        # graph itself zeroes these.
         return torch.zeros(count, dtype=torch.int32, device=self._device)
 
     def release_captured(self) -> None:
@@ -58,6 +63,7 @@ class CounterArena:
             self._captured.clear()
 
     def _carve(self, count: int) -> torch.Tensor | None:
+        """``count`` counters from the rest of the chunk; None if it has no more. Under the lock."""
         count = -(-count // 32) * 32  # a cache line, so that pieces do not contend
         if self._rest is None or self._rest.numel() < count:
             return None
@@ -68,15 +74,16 @@ class CounterArena:
 def _zeros_outside_pools(count: int, device: torch.device) -> torch.Tensor:
     """Zeros that belong to no CUDA graph's memory pool, complete when this returns.
 
-    A pool takes the allocations of the thread or stream that warms up or records a graph, and would hand the memory
-    out again when the recording ends; a thread and stream of our own are outside of it.
+    A pool takes the allocations of the thread or stream that warms up or records a graph, and would
+    hand the memory out again when the recording ends; a thread and stream of our own are outside
+    of it.
     """
     result: list[torch.Tensor] = []
     errors: list[BaseException] = []
 
     def allocate() -> None:
         try:
-            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)) as _:
+            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
                 result.append(torch.zeros(count, dtype=torch.int32, device=device))
                 torch.cuda.current_stream(device).synchronize()
         except BaseException as error:  # handed to the caller
@@ -106,6 +113,9 @@ def counter_arena(device_index: int) -> CounterArena:
 
 
 def release_captured_counters() -> None:
-    """Forgets the counters of captured calls on every device. The graphs that used them must not run again."""
+    """Forgets the counters of captured calls on every device.
+
+    The graphs that used them must not run again.
+    """
     for arena in list(_ARENAS.values()):
         arena.release_captured()
