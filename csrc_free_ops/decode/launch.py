@@ -1,4 +1,4 @@
-"""Split-KV decode attention: the host side. Shapes and strides in, a launch plan out; no tensor is read."""
+"""Split-KV decode attention: the host side. Facts in, a launch plan out; no tensor is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from csrc_free_ops.decode.kernels import split_kv_kernel
+from csrc_free_ops.decode.kernels import UNSPECIALIZED, split_kv_kernel
 from csrc_free_ops.decode.scratch import counter_arena
 from csrc_free_ops.facts import DeviceFacts, TensorFacts
 
@@ -22,8 +22,15 @@ MASK_DTYPES = (
     torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
+
 _INT32_MAX = 2**31 - 1
-_LOG2E = 1.4426950408889634
+_SMALL = 8 * 4096  # tasks times keys up to which one program a multiprocessor is enough
+_KEY_ELEMENTS = 8192  # of the keys in a tile of middling size: 16 KiB if they have 16 bits
+_INVARIANT_SPLIT_KEYS = 512  # keys of one split where the batch may not matter
+_MERGE_BYTES = 32768  # of parts in flight while merging
+
+
+# ---- Tile shapes
 
 
 class SplitKVConfig(NamedTuple):
@@ -37,14 +44,6 @@ class SplitKVConfig(NamedTuple):
     max_registers: int | None = None  # a thread; fewer let more programs share a multiprocessor
 
 
-def _pow2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def default_config(
     rows: int,
     d: int,
@@ -55,37 +54,24 @@ def default_config(
     tasks: int | None,
     capacity: int,
 ) -> SplitKVConfig:
-    """The tile shape for ``rows`` query rows per KV head; ``tasks`` of None: the same for every batch and capacity.
+    """The tile shape for ``rows`` query rows per KV head and ``capacity`` keys.
 
-    The preferences were measured on an H200 (benchmarks/results/split_kv_configs_h200.json); the first that fits the
-    device's shared memory is taken.
+    The preferences were measured on an H200 (benchmarks/results/split_kv_configs_h200.json); the
+    first that fits the device's shared memory is taken, or else the smallest shape there is.
+
+    Args:
+        rows: heads in a group times query length.
+        d, dv: head sizes of keys and of values.
+        itemsize: bytes of an element of query, key and value.
+        device: where the kernel will run.
+        tasks: batch rows times KV heads; None for a shape that depends on neither batch nor
+            capacity.
+        capacity: keys in the cache.
     """
-    widest = _pow2(max(d, dv, 16))
-    # Full float32 products run on the plain units, from registers: 16 rows are what these hold.
-    block_m = min(max(_pow2(rows), 16), 64 if itemsize == 2 else 16)
-    keys = max(8192 // widest, 16)  # 16 KiB of 16-bit keys
-    if itemsize == 4:
-        choices = [SplitKVConfig(block_m, keys // 2, 8, 2, 2)]
-    elif block_m > 16:
-        choices = [SplitKVConfig(block_m, keys, 4 if block_m * widest <= 4096 else 8, 2, 2)]
-    elif tasks is None:
-        choices = [SplitKVConfig(block_m, keys, 4, 3, 2)]
-    elif tasks * capacity <= _SMALL:
-        choices = [SplitKVConfig(block_m, keys, 4, 3, 1)]
-    elif widest == 256:
-        choices = [SplitKVConfig(block_m, 2 * keys, 8, 3, 1), SplitKVConfig(block_m, keys, 4, 3, 2)]
-    elif 48 <= tasks < 96:
-        # Often a large cache with short sequences in it: more, lighter programs lose less at their ends.
-        choices = [SplitKVConfig(block_m, keys, 4, 2, 3, 168)]
-    else:
-        choices = [SplitKVConfig(block_m, 2 * keys, 8, 3, 1), SplitKVConfig(block_m, keys, 4, 3, 2)]
-    if tasks is not None and capacity <= 2 * keys and block_m == 16:
-        choices.insert(
-            0, SplitKVConfig(block_m, 2 * keys if itemsize == 2 else keys, 4, 2, 1)
-        )  # one tile: no merge
+    choices = _preferences(rows, _block(max(d, dv)), itemsize, tasks, capacity)
     for smaller in (
         dict(num_stages=2),
-        dict(block_n=keys // 2),
+        dict(block_n=_KEY_ELEMENTS // _block(max(d, dv)) // 2),
         dict(block_n=16),
         dict(block_m=16),
         dict(num_stages=1),
@@ -97,16 +83,40 @@ def default_config(
     return choices[-1]
 
 
-_SMALL = 8 * 4096  # tasks times keys below which one program a multiprocessor is enough
+def _preferences(
+    rows: int, widest: int, itemsize: int, tasks: int | None, capacity: int
+) -> list[SplitKVConfig]:
+    """Tile shapes for heads that fit ``widest`` columns, the fastest first."""
+    # Full float32 products run on the plain units, from registers: 16 rows are what these hold.
+    block_m = min(max(_pow2(rows), 16), 64 if itemsize == 2 else 16)
+    keys = _KEY_ELEMENTS // widest
+    light = SplitKVConfig(block_m, keys, 4, 3, 2)
+    heavy = SplitKVConfig(block_m, 2 * keys, 8, 3, 1)
+    full_precision = SplitKVConfig(block_m, keys // 2, 8, 2, 2)
+    if block_m > 16:
+        return [SplitKVConfig(block_m, keys, 4 if block_m * widest <= 4096 else 8, 2, 2)]
+    if tasks is None:
+        return [full_precision if itemsize == 4 else light]
+    one_tile = []
+    if capacity <= 2 * keys:  # in 16 bits one tile holds all of them, and nothing is merged
+        one_tile = [SplitKVConfig(block_m, 2 * keys if itemsize == 2 else keys, 4, 2, 1)]
+    if itemsize == 4:
+        return [*one_tile, full_precision]
+    if tasks * capacity <= _SMALL:
+        return [*one_tile, light._replace(programs_per_multiprocessor=1)]
+    if 48 <= tasks < 96 and widest < 256:
+        # Often a large cache with short sequences in it: more, lighter programs lose less at
+        # their ends.
+        return [*one_tile, SplitKVConfig(block_m, keys, 4, 2, 3, max_registers=168)]
+    return [*one_tile, heavy, light]
 
 
 def shared_memory_bound(config: SplitKVConfig, d: int, dv: int, itemsize: int) -> int:
     """Bytes of shared memory that a program of this shape may take, from above."""
-    block_d, block_dv = max(_pow2(d), 16), max(_pow2(dv), 16)
+    block_d, block_dv = _block(d), _block(dv)
     if config.num_stages > 1:
-        elements = (config.num_stages - 1) * (
-            config.block_n * (block_d + block_dv) + config.block_m * block_d
-        )
+        tile = config.block_n * (block_d + block_dv) + config.block_m * block_d
+        elements = (config.num_stages - 1) * tile
     else:
         elements = config.block_n * max(block_d, block_dv) + config.block_m * block_d
     # Changes of layout on the way from one matrix unit's result to the next one's operand.
@@ -114,7 +124,22 @@ def shared_memory_bound(config: SplitKVConfig, d: int, dv: int, itemsize: int) -
     return max(elements * itemsize + exchange, _MERGE_BYTES) + 512
 
 
-_MERGE_BYTES = 32768  # of parts in flight while merging
+def _pow2(n: int) -> int:
+    """The smallest power of two that is at least ``n``, and at least 1."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _block(size: int) -> int:
+    """Columns of a tile of rows of ``size`` elements; matrix units take no fewer than 16."""
+    return max(_pow2(size), 16)
+
+
+def _cdiv(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
+
+
+# ---- Planning
 
 
 def unsupported(
@@ -126,9 +151,12 @@ def unsupported(
     mask: TensorFacts | None = None,
     **_: Any,
 ) -> str | None:
-    """Why the kernel cannot take a legal problem, in words; None if it can."""
-    batch, _heads, q_len, d = query.shape
-    kv_heads, capacity, dv = key.shape[1], key.shape[2], value.shape[3]
+    """Why the kernel cannot take a legal problem, in words; None if it can.
+
+    Takes what ``plan_split_kv`` takes; no limit depends on the other arguments.
+    """
+    batch, q_heads, q_len, d = query.shape
+    kv_heads, capacity, dv = value.shape[1:]
     if max(d, dv) > MAX_HEAD_DIM:
         return f"head sizes D={d}, Dv={dv} exceed {MAX_HEAD_DIM}"
     for name, facts in (("query", query), ("key", key), ("value", value)):
@@ -138,15 +166,14 @@ def unsupported(
             return f"{name} has a negative stride"
     if batch > MAX_BATCH:
         return f"batch {batch} exceeds {MAX_BATCH}"
-    rows = (query.shape[1] // max(kv_heads, 1)) * q_len
+    rows = q_heads // max(kv_heads, 1) * q_len
     if batch * kv_heads * _cdiv(max(rows, 1), 16) * (_cdiv(capacity, 16) + 1) > _INT32_MAX:
         return "more than 2^31 tiles of work"
     if mask is not None and mask.dtype not in MASK_DTYPES:
         return f"attn_mask dtype {mask.dtype}"
-    config = default_config(
-        rows, d, dv, query.dtype.itemsize, device, tasks=None, capacity=capacity
-    )
-    if shared_memory_bound(config, d, dv, query.dtype.itemsize) > device.shared_memory:
+    itemsize = query.dtype.itemsize
+    config = default_config(rows, d, dv, itemsize, device, tasks=None, capacity=capacity)
+    if shared_memory_bound(config, d, dv, itemsize) > device.shared_memory:
         return f"needs more than the {device.shared_memory} bytes of shared memory of {device.arch}"
     return None
 
@@ -170,151 +197,317 @@ def plan_split_kv(
     out_stride: tuple[int, int, int] | None = None,
     config: SplitKVConfig | None = None,
 ) -> SplitKVPlan:
-    """A plan over the 4-D facts ``[B,Hq,Sq,D]``, ``[B,Hkv,T,D]``, ``[B,Hkv,T,Dv]`` of a legal problem.
+    """The launch plan of a legal problem that ``unsupported`` has nothing against.
 
-    ``offset`` is the position of query row 0 where no lengths are given; with lengths it is ``n - Sq`` on the device.
-    ``out_stride`` are the element strides (batch, head, query row) of the output, contiguous 4-D by default.
+    Args:
+        query: ``[B,Hq,Sq,D]``, float16, bfloat16 or float32.
+        key: ``[B,Hkv,T,D]``, the query's dtype. ``Hkv`` divides ``Hq``.
+        value: ``[B,Hkv,T,Dv]``, the query's dtype.
+        device: where the plan will run.
+        lengths_dtype: of the counts n of valid keys, a dense ``[B]``; None if every key is valid.
+        mask: ``[B,Hq,Sq,Tm]``, bool (True is visible) or added to the logits, stride 0 where it is
+            broadcast; keys from ``Tm`` on are hidden.
+        sinks_dtype: of the sink logits, a dense ``[Hq]``; None if there are none.
+        is_causal: a query row sees no key past its own position.
+        offset: the key position of query row 0 without lengths; with them it is ``n - Sq``.
+        scale: factor of the logits.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; 0 leaves them.
+        left_window, right_window: how many keys a row sees before and after its own position; -1
+            for no bound.
+        batch_invariant: a row's bits depend neither on the rest of the batch nor on ``T``.
+        out_stride: element strides (batch, head, query row) of the output; None for contiguous
+            ``[B,Hq,Sq,Dv]``.
+        config: the tile shape, by default ``default_config``.
     """
-    batch, q_heads, q_len, d = query.shape
+    batch, q_heads, q_len, _d = query.shape
     _, kv_heads, capacity, dv = value.shape
-    group = q_heads // max(kv_heads, 1)
-    rows = group * q_len
-    if config is None:
-        tasks = None if batch_invariant else batch * kv_heads
-        config = default_config(
-            rows, d, dv, query.dtype.itemsize, device, tasks=tasks, capacity=capacity
-        )
-    block_m, block_n = config.block_m, config.block_n
-    block_dv = max(_pow2(dv), 16)
-    row_tiles = _cdiv(rows, block_m)
-    tasks = batch * kv_heads * row_tiles
-    tiles = max(1, _cdiv(capacity, block_n))
-    places = device.multiprocessors * config.programs_per_multiprocessor
-    balanced = row_tiles == 1 and not batch_invariant
-    split_tiles = 0
-    if balanced:
-        splits, programs = 1, _programs(tasks, tiles, places)
-        slots, merges = 2 * programs, programs > 1
-    else:
-        if batch_invariant:
-            # Key positions alone set the cuts. Many query rows keep the machine busy without any.
-            split_tiles = (
-                max(1, _INVARIANT_SPLIT_KEYS // block_n)
-                if rows <= 64
-                else _INT32_MAX // (2 * block_n)
-            )
-            splits = _cdiv(tiles, split_tiles)
-        else:
-            splits = min(max(places // max(tasks, 1), 1), tiles)
-        programs = slots = tasks * splits
-        merges = splits > 1
-    part_rows = min(_pow2(rows), block_m)
-    # Merging: four parts at a time if the registers hold them, and a bounded number of bytes in flight.
-    part_bytes = part_rows * block_dv * 4
-    many_parts = (
-        batch_invariant or programs >= 8 * tasks
-    )  # invariant: the order of sums may not follow the capacity
-    unroll = 4 if many_parts and 4 * part_bytes <= _MERGE_BYTES else 1
-    merge_stages = 1 + min(_MERGE_BYTES // (unroll * part_bytes), 2)
-
-    # A window wider than the cache is no window; it must not overflow either.
-    reach = capacity + q_len
-    has_left = 0 <= left_window < reach
-    has_right = 0 <= right_window < reach
     if q_len == 1 and lengths_dtype is not None:
         is_causal = False  # the only query row is the last one: it sees every valid key
-    if is_causal:
-        has_right = False  # causality is the narrower bound
-    has_bias = mask is not None and mask.dtype != torch.bool
-    natural = softcap > 0 or has_bias
-    nvidia = device.type == "cuda" and device.arch.startswith("sm_")
-    pdl = nvidia and device.capability is not None and device.capability >= (9, 0)
-    options: dict[str, Any] = dict(num_warps=config.num_warps)
-    if pdl:
-        options["launch_pdl"] = True
-    if nvidia and config.max_registers is not None:
-        options["maxnreg"] = config.max_registers
-
-    absent = (query.dtype, query.aligned)  # an unused pointer argument: the query stands in for it
-    tensor_q, tensor_k, tensor_v = ((t.dtype, t.aligned) for t in (query, key, value))
-    tensor_out = (query.dtype, True)
-    tensor_lengths = absent if lengths_dtype is None else (lengths_dtype, False)
-    tensor_sinks = absent if sinks_dtype is None else (sinks_dtype, False)
-    tensor_mask = absent if mask is None else (_storage(mask.dtype), mask.aligned)
-    tensor_partials = (torch.float32, True) if merges else tensor_out
-    tensor_counters = (torch.int32, True) if merges else tensor_out
-
-    o_strides = out_stride or (q_heads * q_len * dv, q_len * dv, dv)
+    # A window wider than the cache is no window; it must not overflow either.
+    reach = capacity + q_len
+    problem = _Problem(
+        query=query,
+        key=key,
+        value=value,
+        lengths_dtype=lengths_dtype,
+        mask=mask,
+        sinks_dtype=sinks_dtype,
+        is_causal=is_causal,
+        offset=offset,
+        left=left_window if 0 <= left_window < reach else None,
+        # Causality is the narrower bound.
+        right=right_window if 0 <= right_window < reach and not is_causal else None,
+        scale=scale,
+        softcap=softcap,
+        batch_invariant=batch_invariant,
+        out_stride=out_stride or (q_heads * q_len * dv, q_len * dv, dv),
+    )
+    config = config or _config_for(problem, device)
+    schedule = _schedule(problem, config, device)
+    merge = _merge(problem, config, schedule)
     launch = Launch(
         split_kv_kernel,
-        grid=(programs, 1, 1),
-        pointers=dict(
-            query=tensor_q, key=tensor_k, value=tensor_v, out=tensor_out, lengths=tensor_lengths, mask=tensor_mask,
-            sinks=tensor_sinks, partials=tensor_partials, counters=tensor_counters,
-        ),
-        scalars=dict(
-            batch=batch, kv_heads=kv_heads, group=group, q_len=q_len, capacity=capacity,
-            mask_len=mask.shape[3] if mask is not None else 0, past=offset,
-            left=left_window if has_left else 0, right=right_window if has_right else 0, splits=splits, slots=slots,
-            scale=scale if natural else scale * _LOG2E, softcap=float(softcap) if softcap > 0 else 1.0,
-            **_strides("q_stride_", "bhs", query), **_strides("k_stride_", "bht", key),
-            **_strides("v_stride_", "bht", value), **dict(zip(_OUT_STRIDES, o_strides)),
-            **_mask_strides(mask),
-        ),
-        constants=dict(
-            D=d, DV=dv, BLOCK_D=max(_pow2(d), 16), BLOCK_DV=block_dv, BLOCK_B=_pow2(batch) if balanced else 1,
-            BLOCK_M=block_m, BLOCK_N=block_n, ROWS=part_rows, UNROLL=unroll, MERGE_STAGES=merge_stages, BALANCED=balanced,
-            SPLIT_TILES=split_tiles, MERGE=merges, SINGLE_QUERY=q_len == 1, HAS_LENGTHS=lengths_dtype is not None,
-            HAS_BOOL_MASK=mask is not None and not has_bias, HAS_BIAS=has_bias, HAS_SINKS=sinks_dtype is not None,
-            HAS_SOFTCAP=softcap > 0, IS_CAUSAL=is_causal, HAS_LEFT=has_left, HAS_RIGHT=has_right,
-            DOT_PRECISION="ieee" if query.dtype == torch.float32 else "tf32", STAGES=config.num_stages,
-            NARROW_ROWS=block_n * max(key.stride[2], value.stride[2]) <= _INT32_MAX, PDL=pdl,
-        ),
-        options=options,
-    )  # fmt: skip
+        grid=(schedule.programs, 1, 1),
+        pointers=_pointers(problem, schedule),
+        scalars=_scalars(problem, schedule),
+        constants=_constants(problem, device, config, schedule, merge),
+        options=_options(device, config),
+    )
     return SplitKVPlan(
         device=device,
         launch=launch,
-        scratch=slots * part_rows * (block_dv + 2) if merges else 0,
-        counters=tasks if merges else 0,
+        scratch=schedule.slots * merge.rows * (_block(dv) + 2) if schedule.merges else 0,
+        counters=schedule.tasks if schedule.merges else 0,
         empty=batch * q_heads * q_len * dv * capacity == 0,
     )
 
 
-_OUT_STRIDES = ("o_stride_b", "o_stride_h", "o_stride_s")
-_INVARIANT_SPLIT_KEYS = 512
+class _Problem(NamedTuple):
+    """The arguments of ``plan_split_kv``, without the bounds that bound nothing."""
+
+    query: TensorFacts
+    key: TensorFacts
+    value: TensorFacts
+    lengths_dtype: torch.dtype | None
+    mask: TensorFacts | None
+    sinks_dtype: torch.dtype | None
+    is_causal: bool
+    offset: int
+    left: int | None
+    right: int | None
+    scale: float
+    softcap: float
+    batch_invariant: bool
+    out_stride: tuple[int, int, int]
+
+    @property
+    def kv_tasks(self) -> int:
+        """Batch rows times KV heads."""
+        return self.value.shape[0] * self.value.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads of one KV head."""
+        return self.query.shape[1] // max(self.value.shape[1], 1)
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one KV head."""
+        return self.group * self.query.shape[2]
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the mask is added to the logits."""
+        return self.mask is not None and self.mask.dtype != torch.bool
+
+
+def _config_for(problem: _Problem, device: DeviceFacts) -> SplitKVConfig:
+    """The default tile shape of a problem."""
+    return default_config(
+        problem.rows,
+        problem.query.shape[3],
+        problem.value.shape[3],
+        problem.query.dtype.itemsize,
+        device,
+        tasks=None if problem.batch_invariant else problem.kv_tasks,
+        capacity=problem.value.shape[2],
+    )
+
+
+class _Schedule(NamedTuple):
+    """How tiles are dealt out to programs; the kernel's docstring has the terms."""
+
+    tasks: int
+    programs: int
+    slots: int  # parts that scratch has room for
+    balanced: bool = False
+    splits: int = 1  # programs a task, if not balanced
+    split_tiles: int = 0  # tiles of a split that lies at a fixed position; 0 for equal splits
+
+    @property
+    def merges(self) -> bool:
+        """Whether any task may have several parts."""
+        return (self.programs if self.balanced else self.splits) > 1
+
+
+def _schedule(problem: _Problem, config: SplitKVConfig, device: DeviceFacts) -> _Schedule:
+    """The schedule that fills the device, or that no neighbour changes if batch-invariant."""
+    row_tiles = _cdiv(problem.rows, config.block_m)
+    tasks = problem.kv_tasks * row_tiles
+    tiles = max(1, _cdiv(problem.value.shape[2], config.block_n))
+    places = device.multiprocessors * config.programs_per_multiprocessor
+    if row_tiles == 1 and not problem.batch_invariant:
+        programs = _programs(tasks, tiles, places)
+        # A share has at most two parts of tasks that it does not finish: its first and its last.
+        return _Schedule(tasks, programs, slots=2 * programs, balanced=True)
+    if problem.batch_invariant:
+        split_tiles = _invariant_split_tiles(problem.rows, config.block_n)
+        splits = _cdiv(tiles, split_tiles)
+    else:
+        split_tiles = 0
+        splits = min(max(places // max(tasks, 1), 1), tiles)
+    programs = tasks * splits
+    return _Schedule(tasks, programs, slots=programs, splits=splits, split_tiles=split_tiles)
 
 
 def _programs(tasks: int, tiles: int, places: int) -> int:
     """How many programs share the work: about as many as run at once.
 
-    A number that divides the tasks, or that they divide, where that costs little: rows of equal length are then cut
-    at their ends, or not at all.
+    A number that divides the tasks, or that they divide, where that costs little: rows of equal
+    length are then cut at their ends, or not at all.
     """
     if tasks * tiles <= places:
         return max(1, tasks * tiles)
     if tasks <= places:
         even = places // tasks * tasks
     else:
-        rounds = -(-tasks // places)
+        rounds = _cdiv(tasks, places)
         even = tasks // rounds if tasks % rounds == 0 else 0
     return even if even >= 0.9 * places else places
 
 
-def _strides(prefix: str, dims: str, facts: TensorFacts) -> dict[str, int]:
-    return {prefix + dim: stride for dim, stride in zip(dims, facts.stride)}
+def _invariant_split_tiles(rows: int, block_n: int) -> int:
+    """Tiles of a split, from what neither batch nor capacity changes."""
+    if rows <= 64:
+        return max(1, _INVARIANT_SPLIT_KEYS // block_n)
+    return _INT32_MAX // (2 * block_n)  # one split: many rows keep the machine busy without cuts
 
 
-def _mask_strides(mask: TensorFacts | None) -> dict[str, int]:
-    if mask is None:
-        return dict.fromkeys(
-            ("mask_stride_b", "mask_stride_h", "mask_stride_s", "mask_stride_t"), 0
-        )
-    return _strides("mask_stride_", "bhst", mask)
+class _Merge(NamedTuple):
+    """How parts are stored and merged."""
+
+    rows: int  # of a part
+    unroll: int  # parts added at a time, 1 or 4
+    stages: int
+
+
+def _merge(problem: _Problem, config: SplitKVConfig, schedule: _Schedule) -> _Merge:
+    """Four parts at a time if the registers hold them, and a bounded number of bytes in flight."""
+    rows = min(_pow2(problem.rows), config.block_m)
+    part_bytes = rows * _block(problem.value.shape[3]) * 4
+    # The order of sums may not follow the capacity if batch-invariant, nor may then this choice.
+    many_parts = problem.batch_invariant or schedule.programs >= 8 * schedule.tasks
+    unroll = 4 if many_parts and 4 * part_bytes <= _MERGE_BYTES else 1
+    return _Merge(rows, unroll, stages=1 + min(_MERGE_BYTES // (unroll * part_bytes), 2))
+
+
+def _pointers(problem: _Problem, schedule: _Schedule) -> dict[str, Pointer]:
+    """What each tensor argument points to; see ``SplitKVPlan.run`` for those that are absent."""
+    lengths_dtype, mask, sinks_dtype = problem.lengths_dtype, problem.mask, problem.sinks_dtype
+    query, key, value = (
+        Pointer(facts.dtype, facts.aligned) for facts in (problem.query, problem.key, problem.value)
+    )
+    absent = query
+    out = Pointer(query.dtype, True)
+    return dict(
+        query=query,
+        key=key,
+        value=value,
+        out=out,
+        lengths=absent if lengths_dtype is None else Pointer(lengths_dtype, False),
+        mask=absent if mask is None else Pointer(_storage(mask.dtype), mask.aligned),
+        sinks=absent if sinks_dtype is None else Pointer(sinks_dtype, False),
+        partials=Pointer(torch.float32, True) if schedule.merges else out,
+        counters=Pointer(torch.int32, True) if schedule.merges else out,
+    )
 
 
 def _storage(dtype: torch.dtype) -> torch.dtype:
+    """The dtype as which the kernel reads a mask."""
     return torch.uint8 if dtype == torch.bool else dtype
+
+
+def _scalars(problem: _Problem, schedule: _Schedule) -> dict[str, int | float]:
+    """The kernel's sizes, bounds, factors and strides by name."""
+    batch, _q_heads, q_len, _d = problem.query.shape
+    _, kv_heads, capacity, _dv = problem.value.shape
+    mask = problem.mask
+    natural = problem.softcap > 0 or problem.has_bias  # the kernel's NATURAL
+    return dict(
+        batch=batch,
+        kv_heads=kv_heads,
+        group=problem.group,
+        q_len=q_len,
+        capacity=capacity,
+        mask_len=0 if mask is None else mask.shape[3],
+        past=problem.offset,
+        left=problem.left or 0,
+        right=problem.right or 0,
+        splits=schedule.splits,
+        slots=schedule.slots,
+        scale=problem.scale if natural else problem.scale * math.log2(math.e),
+        softcap=float(problem.softcap) if problem.softcap > 0 else 1.0,
+        **_strides("q_stride_", "bhs", problem.query.stride),
+        **_strides("k_stride_", "bht", problem.key.stride),
+        **_strides("v_stride_", "bht", problem.value.stride),
+        **_strides("o_stride_", "bhs", problem.out_stride),
+        **_strides("mask_stride_", "bhst", (0, 0, 0, 0) if mask is None else mask.stride),
+    )
+
+
+def _strides(prefix: str, dims: str, strides: tuple[int, ...]) -> dict[str, int]:
+    """Strides by the kernel's names for them."""
+    return {prefix + dim: stride for dim, stride in zip(dims, strides)}
+
+
+def _constants(
+    problem: _Problem,
+    device: DeviceFacts,
+    config: SplitKVConfig,
+    schedule: _Schedule,
+    merge: _Merge,
+) -> dict[str, Any]:
+    """The kernel's ``tl.constexpr`` arguments by name."""
+    d, dv = problem.query.shape[3], problem.value.shape[3]
+    widest_step = max(problem.key.stride[2], problem.value.stride[2])
+    return dict(
+        D=d,
+        DV=dv,
+        BLOCK_D=_block(d),
+        BLOCK_DV=_block(dv),
+        BLOCK_B=_pow2(problem.query.shape[0]) if schedule.balanced else 1,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        STAGES=config.num_stages,
+        BALANCED=schedule.balanced,
+        SPLIT_TILES=schedule.split_tiles,
+        MERGE=schedule.merges,
+        ROWS=merge.rows,
+        UNROLL=merge.unroll,
+        MERGE_STAGES=merge.stages,
+        SINGLE_QUERY=problem.query.shape[2] == 1,
+        HAS_LENGTHS=problem.lengths_dtype is not None,
+        HAS_BOOL_MASK=problem.mask is not None and not problem.has_bias,
+        HAS_BIAS=problem.has_bias,
+        HAS_SINKS=problem.sinks_dtype is not None,
+        HAS_SOFTCAP=problem.softcap > 0,
+        IS_CAUSAL=problem.is_causal,
+        HAS_LEFT=problem.left is not None,
+        HAS_RIGHT=problem.right is not None,
+        DOT_PRECISION="ieee" if problem.query.dtype == torch.float32 else "tf32",
+        NARROW_ROWS=config.block_n * widest_step <= _INT32_MAX,
+        PDL=_has_pdl(device),
+    )
+
+
+def _options(device: DeviceFacts, config: SplitKVConfig) -> dict[str, Any]:
+    """Triton's options of compiling and launching."""
+    options: dict[str, Any] = dict(num_warps=config.num_warps)
+    if _has_pdl(device):
+        options["launch_pdl"] = True
+    if _is_nvidia(device) and config.max_registers is not None:
+        options["maxnreg"] = config.max_registers
+    return options
+
+
+def _is_nvidia(device: DeviceFacts) -> bool:
+    """Whether the device is one of NVIDIA's (AMD's are called "cuda" as well)."""
+    return device.type == "cuda" and device.arch.startswith("sm_")
+
+
+def _has_pdl(device: DeviceFacts) -> bool:
+    """Whether a kernel may be launched before the one it depends on has ended (since Hopper)."""
+    return _is_nvidia(device) and device.capability is not None and device.capability >= (9, 0)
 
 
 class SplitKVPlan:
@@ -326,8 +519,9 @@ class SplitKVPlan:
         self.device = device
         self.launch = launch
         self.scratch = scratch  # float32 elements for parts
-        self.counters = counters  # zeroed int32 counters, one a task
+        self.counters = counters  # zeroed int32 counters, one a task; 0 if nothing is merged
         self.empty = empty  # no output or no key: nothing to launch
+        #: What the kernel is compiled and loaded for.
         self.specialization = (device.index, launch.specialization)
 
     def is_compiled(self) -> bool:
@@ -335,7 +529,10 @@ class SplitKVPlan:
         return self.empty or self.device.interpret or self.launch.is_compiled(self.device.index)
 
     def compile(self) -> None:
-        """Compiles and loads the kernel and sets counters aside; launches nothing. Not for use inside a capture."""
+        """Compiles and loads the kernel and sets counters aside; launches nothing.
+
+        Not for use inside a capture.
+        """
         if self.empty or self.device.interpret:
             return
         self.launch.compile(self.device.index)
@@ -352,27 +549,32 @@ class SplitKVPlan:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """Writes the attention output to ``out`` and returns it. Only data pointers of the tensors are used."""
+        """Writes the attention output to ``out``, on the current stream, and returns it.
+
+        The tensors must have the dtypes, layouts and alignments that were planned for, and be
+        absent where they were: of the tensors themselves only the addresses are used.
+        """
         if self.empty:
             return out.zero_()
+        if lengths is None:
+            lengths = query
         if mask is None:
             mask = query
         elif mask.dtype == torch.bool:
             mask = mask.view(torch.uint8)
-        if lengths is None:
-            lengths = query
         if sinks is None:
             sinks = query
-        index = self.device.index
         if self.counters:
             partials = torch.empty(self.scratch, dtype=torch.float32, device=out.device)
             counters = self._counters(out.device)
-            self.launch(index, query, key, value, out, lengths, mask, sinks, partials, counters)
         else:
-            self.launch(index, query, key, value, out, lengths, mask, sinks, out, out)
+            partials = counters = out
+        index = self.device.index
+        self.launch(index, query, key, value, out, lengths, mask, sinks, partials, counters)
         return out
 
     def _counters(self, device: torch.device) -> torch.Tensor:
+        """Zeroed counters that no launch running at the same time uses."""
         if device.type == "cpu":
             return torch.zeros(self.counters, dtype=torch.int32)
         arena = counter_arena(self.device.index)
@@ -381,19 +583,35 @@ class SplitKVPlan:
         return arena.for_stream(driver.active.get_current_stream(self.device.index), self.counters)
 
 
+# ---- Launching
+
+
+class Pointer(NamedTuple):
+    """What the compiler knows of a tensor argument."""
+
+    dtype: torch.dtype
+    aligned: bool  # to 16 bytes
+
+
 _COMPILED: dict[Any, Any] = {}  # (device index, specialization) -> Triton's compiled kernel
 _COMPILE_LOCK = threading.Lock()
+_TRITON_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+_DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
 class Launch:
-    """A kernel with its grid and every argument but the tensors, in the kernel's order."""
+    """A kernel with its grid and every argument but the tensors, which come first."""
 
     def __init__(
         self,
         kernel: Any,
         *,
         grid: tuple[int, int, int],
-        pointers: Mapping[str, tuple[torch.dtype, bool]],
+        pointers: Mapping[str, Pointer],
         scalars: Mapping[str, int | float],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
@@ -407,10 +625,11 @@ class Launch:
         values = {**scalars, **constants}
         self._tail = tuple(values[name] for name in kernel.arg_names[len(pointers) :])
         self._compiled: Any = None
+        #: Hashable; equal for launches that one compiled kernel serves.
         self.specialization = (
             kernel.fn.__name__,
             tuple(pointers.values()),
-            tuple(_specialization(name, value) for name, value in scalars.items()),
+            tuple(_scalar_type(name, value) for name, value in scalars.items()),
             tuple(constants.values()),
             tuple(options.values()),
         )
@@ -422,56 +641,53 @@ class Launch:
                 self.kernel[self.grid](*tensors, *self._tail, **self.options)
                 return
             self.compile(device_index)
-        # The compiled kernel itself: binding sixty arguments by name takes Triton longer than the launch.
+        # The compiled kernel itself: binding sixty arguments by name takes Triton longer than the
+        # launch.
         stream = driver.active.get_current_stream(device_index)
         self._compiled(*[tensor.data_ptr() for tensor in tensors], *self._tail, stream=stream)
 
     def is_compiled(self, device_index: int) -> bool:
+        """Whether some launch of this specialization has been compiled and loaded."""
         return (device_index, self.specialization) in _COMPILED
 
     def compile(self, device_index: int) -> None:
+        """Compiles and loads the kernel on a CUDA device, unless that is done."""
         key = (device_index, self.specialization)
         with _COMPILE_LOCK:
             compiled = _COMPILED.get(key)
             if compiled is None:
                 with torch.cuda.device(device_index):
-                    heads = [_Pointer(dtype, aligned) for dtype, aligned in self.pointers.values()]
+                    tensors = [_StandIn(pointer) for pointer in self.pointers.values()]
                     compiled = self.kernel.warmup(
-                        *heads, *self._tail, grid=self.grid, **self.options
+                        *tensors, *self._tail, grid=self.grid, **self.options
                     )
                     compiled._init_handles()  # loads the module, which a capture may not do
                 _COMPILED[key] = compiled
         self._compiled = compiled[self.grid]
 
     def compile_for(self, target: Any) -> Any:
-        """The kernel compiled for a ``triton.backends.compiler.GPUTarget``, with or without a GPU."""
+        """The kernel compiled for a ``triton.backends.compiler.GPUTarget``, with or without a GPU.
+
+        As a launch would have it compiled: Triton takes the same facts from the arguments.
+        """
         signature: dict[str, str] = {}
         constants: dict[tuple[int], Any] = {}
         attributes: dict[tuple[int], list[list[Any]]] = {}
         for position, name in enumerate(self.kernel.arg_names):
             at = (position,)
-            if name in self.pointers:
-                dtype, aligned = self.pointers[name]
-                signature[name] = "*" + _TRITON_TYPES[dtype]
-                if aligned:
-                    attributes[at] = [["tt.divisibility", 16]]
-                continue
             if name in self.constants:
                 signature[name] = "constexpr"
                 constants[at] = self.constants[name]
                 continue
-            value = self.scalars[name]
-            kind = _specialization(name, value)
-            if kind == (False, True, False):
-                signature[name] = "constexpr"
-                constants[at] = value
-            elif isinstance(value, float):
-                signature[name] = "fp32"
+            if name in self.pointers:
+                dtype, divisible = self.pointers[name]
+                signature[name] = "*" + _TRITON_TYPES[dtype]
             else:
-                wide, divisible = kind if len(kind) == 2 else (kind[0], kind[2])
-                signature[name] = "i64" if wide else "i32"
-                if divisible:
-                    attributes[at] = [["tt.divisibility", 16]]
+                signature[name], divisible = _scalar_type(name, self.scalars[name])
+                if signature[name] == "constexpr":
+                    constants[at] = self.scalars[name]
+            if divisible:
+                attributes[at] = _DIVISIBLE_BY_16
         options = dict(self.options)
         if target.backend != "cuda":
             options = dict(num_warps=options["num_warps"])
@@ -479,31 +695,24 @@ class Launch:
         return triton.compile(source, target=target, options=options)
 
 
-_UNSPECIALIZED = frozenset(
-    ("batch", "kv_heads", "group", "q_len", "capacity", "mask_len", "past", "left", "right", "splits", "slots")
-)  # fmt: skip
-_TRITON_TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-}  # fmt: skip
-
-
-def _specialization(name: str, value: int | float) -> tuple[bool, ...]:
-    """What Triton's compiler sees of a scalar: (64-bit, is 1, divisible by 16), (64-bit, False) unspecialized."""
+def _scalar_type(name: str, value: int | float) -> tuple[str, bool]:
+    """What Triton compiles a scalar as ("constexpr": a 1), and whether it relies on 16 | value."""
     if isinstance(value, float):
-        return ()
-    wide = not -(2**31) <= value < 2**31
-    if name in _UNSPECIALIZED:
-        return (wide, False)
-    return (wide, value == 1, value % 16 == 0)
+        return "fp32", False
+    width = "i32" if -(2**31) <= value < 2**31 else "i64"
+    if name in UNSPECIALIZED:
+        return width, False
+    if value == 1:
+        return "constexpr", False
+    return width, value % 16 == 0
 
 
-class _Pointer:
-    """Stands for a tensor when compiling: a dtype and an alignment."""
+class _StandIn:
+    """A tensor as far as Triton's compiler looks at one: a dtype and an alignment."""
 
-    def __init__(self, dtype: torch.dtype, aligned: bool) -> None:
-        self.dtype = dtype
-        self._address = 0 if aligned else dtype.itemsize
+    def __init__(self, pointer: Pointer) -> None:
+        self.dtype = pointer.dtype
+        self._address = 0 if pointer.aligned else pointer.dtype.itemsize
 
     def data_ptr(self) -> int:
         return self._address
