@@ -36,15 +36,16 @@ def tensor_scatter(
         w = write_indices.to(torch.int64)
     positions = w[:, None] + s
     inside = torch.ones_like(positions, dtype=torch.bool)
-    if not circular:
-        inside = (w[:, None] >= 0) & (positions < capacity)
+    if not circular:  # a sum beyond 64 bits is negative
+        inside = (w[:, None] >= 0) & (positions >= 0) & (positions < capacity)
 
     # No more than `capacity` consecutive positions are distinct modulo the capacity, so a dropped
     # one has a slot of its own to which the value already there is written back: no slot is
     # written twice, and nothing depends on a value that the host would have to read.
     shape = [1] * past_cache.dim()
     shape[0], shape[axis] = batch, length
-    slots = positions.remainder(capacity).view(shape).expand(update.shape)
+    slots = (w.remainder(capacity)[:, None] + s).remainder(capacity)
+    slots = slots.view(shape).expand(update.shape)
     present = past_cache.gather(axis, slots)
     past_cache.scatter_(axis, slots, torch.where(inside.view(shape), update, present))
 

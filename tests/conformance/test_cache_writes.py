@@ -63,6 +63,16 @@ SCATTERS = {
     "linear_drops_what_int32_would_wrap": ScatterCase(
         CACHE, FEW, (2**32 + 1, -(2**32) + 1, 2**62), index_dtype=torch.int64
     ),
+    "linear_drops_what_int64_would_wrap": ScatterCase(
+        CACHE, FEW, (2**63 - 1, 2**63 - 3, 4), index_dtype=torch.int64
+    ),
+    "circular_index_at_the_ends_of_int64": ScatterCase(
+        CACHE,
+        FEW,
+        (2**63 - 1, 2**63 - 3, -(2**63)),
+        index_dtype=torch.int64,
+        write_mode="circular",
+    ),
     "negative_index_skips_the_row": ScatterCase(CACHE, ONE, (-1, 4, -7)),
     "negative_index_skips_every_position_of_the_row": ScatterCase(CACHE, FEW, (-1, 4, -3)),
     "very_negative_index_skips_several_positions": ScatterCase(CACHE, FEW, (-4, -(2**31), 2)),
