@@ -114,6 +114,11 @@ DTYPES = {
         {"attn_mask": _zeros(SQ, T, dtype=torch.complex64)},
         error=TypeError,
     ),
+    "float8_mask": Wrong(
+        ("attn_mask", "float8_e5m2"),
+        {"attn_mask": _zeros(SQ, T, dtype=torch.float8_e5m2)},
+        error=TypeError,
+    ),
     "sinks_in_float64": Wrong(
         ("sinks", "float64"), {"sinks": _zeros(HQ, dtype=torch.float64)}, error=TypeError
     ),
@@ -477,7 +482,9 @@ lengths_in_int16
 lengths_in_float
   TypeError: decode: nonpad_kv_seqlen is float32; it must be int32 or int64
 complex_mask
-  TypeError: decode: attn_mask is complex64; it must be bool or a real number
+  TypeError: decode: attn_mask is complex64; it must be bool, an integer, or float16, bfloat16, float32 or float64: convert it
+float8_mask
+  TypeError: decode: attn_mask is float8_e5m2; it must be bool, an integer, or float16, bfloat16, float32 or float64: convert it
 sinks_in_float64
   TypeError: decode: sinks is float64; it must be float32, float16 or bfloat16
 past_of_another_dtype

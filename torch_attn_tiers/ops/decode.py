@@ -81,6 +81,11 @@ _SCALARS = (
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SINKS = (torch.float16, torch.bfloat16, torch.float32)
+_MASKS = (
+    torch.bool, *_FLOATS,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+)  # fmt: skip
 
 
 class Tensors(NamedTuple):
@@ -342,9 +347,11 @@ def _check_optional(op: str, sizes: Sizes, tensors: Tensors) -> None:
 
 def _check_mask(op: str, sizes: Sizes, attn_mask: Tensor) -> None:
     aligned = f"({sizes.B}, {sizes.Hq}, {sizes.Sq}, {sizes.T})"
+    dtype = attn_mask.dtype
     require_type(
-        not attn_mask.is_complex() and attn_mask.element_size() >= 1,
-        f"{op}: attn_mask is {dtype_name(attn_mask.dtype)}; it must be bool or a real number",
+        dtype in _MASKS,
+        f"{op}: attn_mask is {dtype_name(dtype)}; it must be bool, an integer, or float16, "
+        "bfloat16, float32 or float64: convert it",
     )
     require(
         1 <= attn_mask.dim() <= 4,
