@@ -107,6 +107,16 @@ def device_facts(device: torch.device | str) -> DeviceFacts:
     return DeviceFacts(device.type, device.index or 0, None, device.type, 1, 0, 0, False)
 
 
+def is_capturing(device: DeviceFacts) -> bool:
+    """Whether the current stream of ``device`` is being captured into a CUDA graph."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    if device.index == torch.cuda.current_device():
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device.index):  # the question is about the current device's stream
+        return torch.cuda.is_current_stream_capturing()
+
+
 @functools.cache
 def _cpu_facts(interpret: bool) -> DeviceFacts:
     # Triton's interpreter plans as if for a small GPU. The figures are fixed, so that a test takes

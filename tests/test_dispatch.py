@@ -253,8 +253,9 @@ def test_failed_build_is_logged_once_and_the_next_tier_runs(
     with caplog.at_level(logging.WARNING, logger="torch_attn_tiers"):
         assert _ran(*args) == "second"
         assert _ran(*args) == "second"
+        assert first.builds == 1
         torch_attn_tiers.prepare("decode", *args)
-    assert first.builds == 1
+    assert first.builds == 2
     (record,) = caplog.records
     assert "first: its build failed: RuntimeError: no such instruction" in record.getMessage()
     verdict = explain("decode", *args).verdicts[0]
@@ -276,9 +277,52 @@ def test_failed_build_of_a_forced_tier_is_an_error_with_its_cause(first: Invente
     assert error.value.__cause__ is first.failure
 
 
+@pytest.mark.parametrize("how", ["prepare", "tier"])
+def test_failed_build_is_tried_again_when_asked_for(how: str, first: Invented) -> None:
+    first.failure = RuntimeError("no such instruction")
+    args = _qkv()
+    assert _ran(*args) == "unfused"
+    first.failure = None
+    assert _ran(*args) == "unfused"
+    if how == "prepare":
+        assert torch_attn_tiers.prepare("decode", *args).chosen == "first"
+    else:
+        assert _ran(*args, tier="first") == "first"
+    assert explain("decode", *args).verdicts[0].eligible
+    torch_attn_tiers.prepare("decode", *args)  # forgets decisions
+    assert _ran(*args) == "first"
+
+
 @pytest.mark.parametrize(
-    "failure", [torch.OutOfMemoryError("full"), MemoryError("full"), KeyboardInterrupt()]
+    "text",
+    [
+        "Triton Error [CUDA]: operation not permitted when stream is capturing",
+        "CUDA error: operation failed due to a previous error during capture",
+        "cudaErrorStreamCaptureUnsupported",
+    ],
 )
+def test_build_that_a_capture_of_another_thread_forbids_is_tried_again(
+    text: str, first: Invented
+) -> None:
+    args = _qkv()
+    first.failure = RuntimeError(text)
+    assert _ran(*args) == "unfused"
+    first.failure = None
+    assert explain("decode", *args).chosen == "first"
+    assert _ran(*args) == "first"
+
+
+_DEVICE_FAILURES = [
+    torch.OutOfMemoryError("full"),
+    MemoryError("full"),
+    KeyboardInterrupt(),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+    RuntimeError("CUDA error: out of memory"),
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+]
+
+
+@pytest.mark.parametrize("failure", _DEVICE_FAILURES, ids=repr)
 def test_out_of_memory_and_interrupts_are_not_build_failures(
     first: Invented, failure: BaseException
 ) -> None:

@@ -7,6 +7,7 @@ miss it builds its problem and asks :func:`decide`. Nothing here knows what an o
 from __future__ import annotations
 
 import contextlib
+import enum
 import logging
 import threading
 import time
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.facts import DeviceFacts, device_facts
+from csrc_free_ops.facts import is_capturing as is_capturing  # for operators, with the rest
 from torch_attn_tiers import tier as registry
 from torch_attn_tiers.errors import ColdCaptureError, TierNotEligibleError
 from torch_attn_tiers.options import current
@@ -105,7 +107,9 @@ class _Built:
 class Decision:
     """The outcome of choosing. Call it with the operator's tensors to run the plan."""
 
-    __slots__ = ("problem", "tier", "passed_over", "cold", "fresh", "built", "cuda_index")
+    __slots__ = (
+        "problem", "tier", "passed_over", "cold", "fresh", "built", "cuda_index", "lasting",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -122,6 +126,7 @@ class Decision:
         self.cold = cold
         self.fresh = fresh  # built by the call that decided
         self.built = built
+        self.lasting = True  # an equal call to come would be decided alike
         self.cuda_index = problem.device.index if problem.device.type == "cuda" else None
 
     def __call__(self, *tensors: Tensor | None) -> Any:
@@ -211,6 +216,10 @@ class _PlanCache:
             self.shrink()
             return count
 
+    def mark_fit(self, tier: Tier, problem: Problem) -> None:
+        with self.lock:
+            self.unfit.pop((tier, problem), None)
+
     def mark_unfit(self, tier: Tier, problem: Problem, reason: str) -> None:
         with self.lock:
             while len(self.unfit) >= MAX_UNFIT:
@@ -247,7 +256,7 @@ def decide(key: Hashable, problem: Problem) -> Decision:
     """
     decision = _first_that_builds(problem, _examine(problem))
     _say(decision)
-    if not decision.cold:
+    if decision.lasting:
         _plans.remember(key, decision.again())
     return decision
 
@@ -265,9 +274,11 @@ def _examine(problem: Problem, preparing: bool = False) -> dict[Tier, tuple[str,
         reasons = tier.reasons(problem)
         if (tier.op, tier.name) in options.disable:
             reasons.insert(0, "disabled by ATTN_TIERS_DISABLE or options(disable=...)")
-        if (tier, problem) in _plans.unfit:
-            reasons.append(_plans.unfit[tier, problem])
-        may_build = preparing or problem.jit or problem.requested == tier.name
+        asked_for = preparing or problem.requested == tier.name
+        unfit = _plans.unfit.get((tier, problem))
+        if unfit is not None and not asked_for:  # who asks for a tier has its build tried again
+            reasons.append(unfit)
+        may_build = asked_for or problem.jit
         if not reasons and tier.slow_build and not may_build and not _is_ready(tier, problem):
             reasons.append("not prepared: call torch_attn_tiers.prepare or set ATTN_TIERS_JIT=1")
         verdicts[tier] = tuple(reasons)
@@ -285,6 +296,7 @@ def _candidates(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) -> list
 def _first_that_builds(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) -> Decision:
     candidates = _candidates(problem, verdicts)
     cause: Exception | None = None
+    lasting = True
     while candidates:
         chosen = _pick(problem, candidates)
         cold = chosen is not candidates[0]
@@ -292,6 +304,7 @@ def _first_that_builds(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) 
             built, fresh = _build(chosen, problem)
         except _BuildFailed as failure:
             cause = failure.error
+            lasting = lasting and failure.kind is _Failure.OF_THE_TIER
             verdicts = {**verdicts, chosen: (failure.reason,)}
             candidates.remove(chosen)
             continue
@@ -303,7 +316,9 @@ def _first_that_builds(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) 
                     passed_over[tier.name] = verdicts[tier]
             for tier in candidates[: candidates.index(chosen)]:
                 passed_over[tier.name] = ("not ready in a CUDA graph capture",)
-        return Decision(problem, chosen, passed_over, cold, fresh, built)
+        decision = Decision(problem, chosen, passed_over, cold, fresh, built)
+        decision.lasting = lasting and not cold
+        return decision
     raise TierNotEligibleError(_not_eligible_message(problem, verdicts)) from cause
 
 
@@ -325,11 +340,35 @@ def _pick(problem: Problem, candidates: list[Tier]) -> Tier:
     )
 
 
+class _Failure(enum.Enum):
+    """What a failed build says about the tier."""
+
+    OF_THE_TIER = "it cannot take the problem"
+    OF_THE_MOMENT = "a capture forbade it: another call may try again"
+    NONE = "nothing: out of memory, or what ran before has failed; raised"
+
+
 class _BuildFailed(Exception):
-    def __init__(self, reason: str, error: Exception) -> None:
+    def __init__(self, reason: str, error: Exception, kind: _Failure) -> None:
         super().__init__(reason)
         self.reason = reason
         self.error = error
+        self.kind = kind
+
+
+#: PyTorch's type for what the device reports, an error of an earlier kernel above all.
+_DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", ())
+
+
+def _failure_of_build(error: Exception) -> _Failure:
+    """By type, and by text: Triton and libraries raise RuntimeError for whatever CUDA reports."""
+    text = str(error).lower()
+    raised = (torch.OutOfMemoryError, MemoryError, ColdCaptureError)
+    if isinstance(error, raised) or "out of memory" in text:
+        return _Failure.NONE
+    if any(words in text for words in ("is capturing", "during capture", "streamcapture")):
+        return _Failure.OF_THE_MOMENT  # a capture of this or of another thread
+    return _Failure.NONE if isinstance(error, _DEVICE_ERROR) else _Failure.OF_THE_TIER
 
 
 def _is_ready(tier: Tier, problem: Problem) -> bool:
@@ -352,13 +391,20 @@ def _build(tier: Tier, problem: Problem) -> tuple[_Built, bool]:
         try:
             with _on_device(problem.device):
                 plan = tier.build(problem)
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:
+            kind = _failure_of_build(error)
+            if kind is _Failure.NONE:
+                raise
             reason = f"its build failed: {type(error).__name__}: {error}"
-            _plans.mark_unfit(tier, problem, reason)
-            log.warning("tier %s: %s (%s)", tier.name, reason, problem.describe(), exc_info=error)
-            raise _BuildFailed(reason, error) from error
+            known_reason = _plans.unfit.get((tier, problem))
+            if kind is _Failure.OF_THE_TIER:
+                _plans.mark_unfit(tier, problem, reason)
+            if reason != known_reason:
+                log.warning(
+                    "tier %s: %s (%s)", tier.name, reason, problem.describe(), exc_info=error
+                )
+            raise _BuildFailed(reason, error, kind) from error
+        _plans.mark_fit(tier, problem)
         seconds = time.perf_counter() - begin
         if seconds > LOG_BUILD_SECONDS:
             log.info("built %s in %.2f s: %s", tier.name, seconds, problem.describe())
@@ -492,14 +538,6 @@ def facts_for(tensor: Tensor, facts: DeviceFacts | None) -> DeviceFacts:
     if tensor.device.type == "meta":
         raise ValueError("the tensors are on the meta device: say with device= what they stand for")
     return device_facts(tensor.device)
-
-
-def is_capturing(device: DeviceFacts) -> bool:
-    """Whether the current stream of ``device`` is being captured into a CUDA graph."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    with torch.cuda.device(device.index):
-        return torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager
