@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -122,6 +123,18 @@ def test_log_says_it_once_for_each_new_problem(
         "second runs decode float32 B=2 Hq=4 Hkv=2 Sq=7 T=7 D=8 Dv=8 on cpu "
         "(passed over first: does not like this call)"
     )
+
+
+def test_log_says_nothing_again_for_an_equal_problem_or_after_prepare(
+    first: Invented, caplog: pytest.LogCaptureFixture
+) -> None:
+    args = _qkv(length=9)
+    with caplog.at_level(logging.INFO, logger="torch_attn_tiers"):
+        decode(*args)
+        decode(*args, scale=8**-0.5)  # another flat key
+        torch_attn_tiers.prepare("decode", *_qkv(length=10))  # forgets decisions
+        decode(*args)
+    assert len(caplog.records) == 1
 
 
 def test_predicate_that_fails_is_a_reason_not_an_error() -> None:
@@ -480,6 +493,80 @@ def test_threads_that_meet_a_new_problem_build_it_once(first: Invented) -> None:
     assert first.builds == 1 and first.runs == 160
 
 
+def test_decision_made_while_the_cascade_changed_is_not_kept(first: Invented) -> None:
+    """A thread that decided on the old cascade would bring it back for its flat key."""
+    args = _qkv()
+    newer = Invented("newer")
+    handles = []
+    build = first._build
+
+    def build_while_another_tier_comes(problem: Any) -> Any:
+        handles.append(register_tier(newer.tier, before="first"))
+        return build(problem)
+
+    object.__setattr__(first.tier, "build", build_while_another_tier_comes)
+    try:
+        assert _ran(*args) == "first"
+        assert _ran(*args) == "newer"
+    finally:
+        handles[0].remove()
+
+
+def test_unfit_tier_that_is_forgotten_meanwhile_does_no_harm(first: Invented) -> None:
+    class Fleeting(dict[Any, Any]):
+        def __contains__(self, place: object) -> bool:
+            return True  # and gone when asked for
+
+    cache = dispatch._plans
+    unfit, cache.unfit = cache.unfit, Fleeting()
+    try:
+        assert _ran(*_qkv()) == "first"
+    finally:
+        cache.unfit = unfit
+
+
+def test_different_problems_are_built_at_the_same_time() -> None:
+    both = threading.Barrier(2, timeout=10)
+
+    def build(problem: Any) -> Any:
+        both.wait()
+        return lambda query, key, value, *_: query.new_zeros(*query.shape[:3], value.shape[3])
+
+    tier = Tier(op="decode", name="slow", predicates=(), build=build, ready=lambda problem: False)
+    ran: list[str] = []
+    with register_tier(tier, before="flash"):
+        calls = [threading.Thread(target=lambda n=n: ran.append(_tier_of(n))) for n in (5, 6)]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+    assert ran == ["slow", "slow"] and not dispatch._build_locks
+
+
+def _tier_of(length: int) -> str:
+    chosen = torch_attn_tiers.prepare("decode", *_qkv(length)).chosen
+    assert chosen is not None
+    return chosen
+
+
+def test_threads_that_wait_for_a_build_that_fails_do_not_try_again(first: Invented) -> None:
+    args = _qkv()
+    first.failure = RuntimeError("no such instruction")
+    build = first._build
+
+    def slow_build(problem: Any) -> Any:
+        time.sleep(0.2)
+        return build(problem)
+
+    object.__setattr__(first.tier, "build", slow_build)
+    threads = [threading.Thread(target=decode, args=args) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert first.builds == 1
+
+
 # -------------------------------------------------------------------------- explain and prepare
 
 
@@ -591,6 +678,7 @@ def test_entry_points_are_loaded_once_and_a_broken_one_is_skipped(
         _Point("decode.called", lambda: handles.append(register_tier(Invented("called").tier))),
     ]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(tier_module, "_entry_point_names", None)
     assert {"decode:broken", "decode:plain", "decode:called"} <= all_names()
     monkeypatch.setattr(tier_module, "_entry_points_loaded", False)
     try:
@@ -601,3 +689,35 @@ def test_entry_points_are_loaded_once_and_a_broken_one_is_skipped(
     finally:
         tier_module.TierHandle(points[1].loaded).remove()
         handles[0].remove()
+
+
+def test_another_thread_waits_until_all_entry_points_are_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handles = []
+    loading = threading.Event()
+
+    def slow() -> None:
+        loading.set()
+        assert "late" not in tier_module.tier_names("decode")  # asked for while loading
+        time.sleep(0.2)
+        handles.append(register_tier(Invented("late").tier))
+
+    points = [_Point("decode.late", slow)]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(tier_module, "_entry_points_loaded", False)
+    thread = threading.Thread(target=tier_module.tier_names, args=("decode",))
+    thread.start()
+    loading.wait()
+    try:
+        assert "late" in tier_module.tier_names("decode")
+    finally:
+        thread.join()
+        handles[0].remove()
+
+
+def test_options_look_for_entry_points_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_names()
+    monkeypatch.setattr(importlib.metadata, "entry_points", None)
+    with torch_attn_tiers.options(disable="decode:mea,decode:flash", force="decode:unfused"):
+        assert _ran(*_qkv()) == "unfused"

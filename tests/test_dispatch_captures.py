@@ -55,7 +55,9 @@ def _record(*args: Any, **kwargs: Any) -> torch_attn_tiers.DispatchRecord:
 def test_cold_capture_is_an_error_that_names_prepare(fast: Invented, capturing: Any) -> None:
     capturing()
     args = _qkv()
-    assert explain("decode", *args).chosen is None
+    explanation = explain("decode", *args)
+    assert explanation.chosen is None
+    assert "this call would raise ColdCaptureError: decode: a CUDA graph" in str(explanation)
     with pytest.raises(ColdCaptureError) as error:
         decode(*args)
     text = str(error.value)
@@ -172,6 +174,20 @@ def test_release_tells_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
     invented = Invented("keeper", release=lambda: released.append(True))
     with register_tier(invented.tier):
         assert torch_attn_tiers.release_captured_plans() == 0
+    assert released == [True]
+
+
+def test_release_goes_on_after_a_tier_that_fails(fast: Invented) -> None:
+    def broken() -> None:
+        raise RuntimeError("no")
+
+    released = []
+    args = _qkv()
+    decode(*args)
+    dispatch._plans.pin(dispatch._plans.plans[fast.tier, explain("decode", *args).problem])
+    with register_tier(Invented("broken", release=broken).tier, before="fast"):
+        with register_tier(Invented("keeper", release=lambda: released.append(True)).tier):
+            assert torch_attn_tiers.release_captured_plans() == 1
     assert released == [True]
 
 

@@ -116,7 +116,8 @@ decode float16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cpu
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
    flash    not built yet
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
-   unfused  ready""",
+   unfused  ready
+this call would raise TierNotEligibleError: decode: tier 'mea' was asked for and cannot run this call.""",
     )
 
 

@@ -72,6 +72,8 @@ class Explanation(NamedTuple):
     #: Plans in the cache, and how many of them captured graphs hold.
     plans: int
     pinned_plans: int
+    #: The error that the call would raise; None if a tier would run.
+    error: str | None = None
 
     @property
     def chosen(self) -> str | None:
@@ -86,6 +88,8 @@ class Explanation(NamedTuple):
                 ("ready" if ready else "not built yet") if eligible else "no: " + "; ".join(reasons)
             )
             lines.append(f"{'->' if chosen else '  '} {name:<{width}}  {state}")
+        if self.error is not None:
+            lines.append(f"this call would raise {self.error}")
         if self.pinned_plans:
             lines.append(f"plans held by captured graphs: {self.pinned_plans}")
         return "\n".join(lines)
@@ -94,12 +98,13 @@ class Explanation(NamedTuple):
 class _Built:
     """A plan in the cache."""
 
-    __slots__ = ("plan", "pinned", "used", "warned", "keys")
+    __slots__ = ("plan", "pinned", "used", "said", "warned", "keys")
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.pinned = False  # a capture has used it
         self.used = True  # since the cache last looked for something to drop
+        self.said = False  # that it runs
         self.warned = False  # that it was captured cold
         self.keys: list[Hashable] = []  # the flat keys that lead here
 
@@ -167,9 +172,13 @@ class _PlanCache:
         self.plans: dict[tuple[Tier, Problem], _Built] = {}
         self.unfit: dict[tuple[Tier, Problem], str] = {}
         self.pinned: list[_Built] = []
+        self.generation = 0  # how often decisions were forgotten
 
-    def remember(self, key: Hashable, decision: Decision) -> None:
+    def remember(self, key: Hashable, decision: Decision, generation: int) -> None:
+        """Keep a decision, unless all were forgotten since ``generation``, while it was made."""
         with self.lock:
+            if generation != self.generation:
+                return
             if len(self.decisions) >= MAX_KEYS:
                 self.forget_decisions()
             self.decisions[key] = decision
@@ -177,6 +186,7 @@ class _PlanCache:
 
     def forget_decisions(self) -> None:
         with self.lock:
+            self.generation += 1
             self.decisions.clear()
             for built in self.plans.values():
                 built.keys.clear()
@@ -228,7 +238,8 @@ class _PlanCache:
 
 
 _plans = _PlanCache()
-_build_lock = threading.RLock()
+#: Held while one plan is built: two threads may want the same one.
+_build_locks: dict[tuple[Tier, Problem], threading.RLock] = {}
 _recordings: list[list[DispatchRecord]] = []
 #: From the name of a call ("decode.present") to what makes its problem.
 _calls: dict[str, Callable[..., Problem]] = {}
@@ -254,10 +265,11 @@ def decide(key: Hashable, problem: Problem) -> Decision:
         TierNotEligibleError: the tier asked for cannot run it, or none can.
         ColdCaptureError: a capture is under way and no kernel tier is ready.
     """
+    generation = _plans.generation
     decision = _first_that_builds(problem, _examine(problem))
     _say(decision)
     if decision.lasting:
-        _plans.remember(key, decision.again())
+        _plans.remember(key, decision.again(), generation)
     return decision
 
 
@@ -382,33 +394,44 @@ def _is_ready(tier: Tier, problem: Problem) -> bool:
 
 
 def _build(tier: Tier, problem: Problem) -> tuple[_Built, bool]:
-    """The plan and whether it was built now. One build at a time: two threads want the same one."""
-    with _build_lock:
-        built = _plans.plans.get((tier, problem))
-        if built is not None:
-            return built, False
-        begin = time.perf_counter()
-        try:
-            with _on_device(problem.device):
-                plan = tier.build(problem)
-        except Exception as error:
-            kind = _failure_of_build(error)
-            if kind is _Failure.NONE:
-                raise
-            reason = f"its build failed: {type(error).__name__}: {error}"
-            known_reason = _plans.unfit.get((tier, problem))
-            if kind is _Failure.OF_THE_TIER:
-                _plans.mark_unfit(tier, problem, reason)
-            if reason != known_reason:
-                log.warning(
-                    "tier %s: %s (%s)", tier.name, reason, problem.describe(), exc_info=error
-                )
-            raise _BuildFailed(reason, error, kind) from error
-        _plans.mark_fit(tier, problem)
-        seconds = time.perf_counter() - begin
-        if seconds > LOG_BUILD_SECONDS:
-            log.info("built %s in %.2f s: %s", tier.name, seconds, problem.describe())
-        return _plans.add(tier, problem, plan), True
+    """The plan and whether it was built now. Threads that want the same one wait for one build."""
+    place = tier, problem
+    known_failure = _plans.unfit.get(place)
+    with _plans.lock:
+        lock = _build_locks.setdefault(place, threading.RLock())
+    try:
+        with lock:
+            built = _plans.plans.get(place)
+            if built is not None:
+                return built, False
+            failure = _plans.unfit.get(place)
+            if failure is not None and failure is not known_failure:  # while this thread waited
+                raise _BuildFailed(failure, RuntimeError(failure), _Failure.OF_THE_TIER)
+            return _build_now(tier, problem, known_failure), True
+    finally:
+        _build_locks.pop(place, None)
+
+
+def _build_now(tier: Tier, problem: Problem, known_failure: str | None) -> _Built:
+    begin = time.perf_counter()
+    try:
+        with _on_device(problem.device):
+            plan = tier.build(problem)
+    except Exception as error:
+        kind = _failure_of_build(error)
+        if kind is _Failure.NONE:
+            raise
+        reason = f"its build failed: {type(error).__name__}: {error}"
+        if kind is _Failure.OF_THE_TIER:
+            _plans.mark_unfit(tier, problem, reason)
+        if reason != known_failure:
+            log.warning("tier %s: %s (%s)", tier.name, reason, problem.describe(), exc_info=error)
+        raise _BuildFailed(reason, error, kind) from error
+    _plans.mark_fit(tier, problem)
+    seconds = time.perf_counter() - begin
+    if seconds > LOG_BUILD_SECONDS:
+        log.info("built %s in %.2f s: %s", tier.name, seconds, problem.describe())
+    return _plans.add(tier, problem, plan)
 
 
 def _on_device(device: DeviceFacts) -> contextlib.AbstractContextManager[Any]:
@@ -446,7 +469,8 @@ def _say(decision: Decision) -> None:
             ", ".join(decision.passed_over),
             problem.describe(),
         )
-    elif log.isEnabledFor(logging.INFO):
+    elif not decision.built.said and log.isEnabledFor(logging.INFO):
+        decision.built.said = True
         passed_over = "; ".join(f"{n}: {', '.join(r)}" for n, r in decision.passed_over.items())
         because = f" (passed over {passed_over})" if passed_over else ""
         log.info("%s runs %s%s", decision.tier.name, problem.describe(), because)
@@ -505,9 +529,15 @@ def _explain(problem: Problem) -> Explanation:
     verdicts = _examine(problem)
     chosen = None
     candidates = _candidates(problem, verdicts)
-    if candidates:
-        with contextlib.suppress(ColdCaptureError):
+    raised = None
+    if not candidates:
+        message = _not_eligible_message(problem, verdicts)
+        raised = f"TierNotEligibleError: {message.splitlines()[0]}"
+    else:
+        try:
             chosen = _pick(problem, candidates)
+        except ColdCaptureError as error:
+            raised = f"ColdCaptureError: {str(error).splitlines()[0]}"
     rows = [
         TierVerdict(
             tier.name,
@@ -518,7 +548,7 @@ def _explain(problem: Problem) -> Explanation:
         )
         for tier, reasons in verdicts.items()
     ]
-    return Explanation(problem, rows, len(_plans.plans), len(_plans.pinned))
+    return Explanation(problem, rows, len(_plans.plans), len(_plans.pinned), raised)
 
 
 def _problem(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any) -> Problem:
@@ -569,5 +599,8 @@ def release_captured_plans() -> int:
     for op in registry.ops():
         for tier in registry.tiers_of(op):
             if tier.release is not None:
-                tier.release()
+                try:
+                    tier.release()
+                except Exception:  # of another package, perhaps: the rest must go all the same
+                    log.exception("tier %s: release() failed", tier.name)
     return _plans.release()

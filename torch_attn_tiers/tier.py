@@ -82,7 +82,11 @@ class TierHandle:
 _lock = threading.RLock()
 _cascades: dict[str, list[Tier]] = {}
 _listeners: list[Callable[[], None]] = []
+_loading_lock = threading.RLock()
+_loading = False
 _entry_points_loaded = False
+#: ``op:tier`` of entry points. Finding them looks at every installed package.
+_entry_point_names: frozenset[str] | None = None
 
 
 def define_op(op: str, cascade: Sequence[Tier]) -> None:
@@ -159,26 +163,34 @@ def all_names() -> set[str]:
 
     An entry point is therefore named ``op.tier``.
     """
+    global _entry_point_names
+    if _entry_point_names is None:
+        points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
+        _entry_point_names = frozenset(point.name.replace(".", ":", 1) for point in points)
     names = {f"{op}:{tier.name}" for op, cascade in _cascades.items() for tier in cascade}
-    points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
-    return names | {point.name.replace(".", ":", 1) for point in points}
+    return names | _entry_point_names
 
 
 def _load_entry_points() -> None:
     """Register the tiers of other packages, once. A broken package is logged and skipped."""
-    global _entry_points_loaded
+    global _entry_points_loaded, _loading
     if _entry_points_loaded:
         return
-    with _lock:
-        if _entry_points_loaded:
+    # A lock of its own: a package that is being imported elsewhere may be registering a tier.
+    with _loading_lock:
+        if _entry_points_loaded or _loading:  # loading: an entry point asks for the tiers so far
             return
-        _entry_points_loaded = True
-        for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
-            try:
-                loaded = point.load()
-                if isinstance(loaded, Tier):
-                    register_tier(loaded)
-                else:
-                    loaded()
-            except Exception:
-                log.exception("entry point %s = %s is broken: skipped", point.name, point.value)
+        _loading = True
+        try:
+            for point in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+                try:
+                    loaded = point.load()
+                    if isinstance(loaded, Tier):
+                        register_tier(loaded)
+                    else:
+                        loaded()
+                except Exception:
+                    log.exception("entry point %s = %s is broken: skipped", point.name, point.value)
+            _entry_points_loaded = True  # only now: other threads wait for all of them
+        finally:
+            _loading = False
