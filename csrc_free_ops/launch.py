@@ -123,7 +123,7 @@ class Launch:
                     attributes[at] = [["tt.divisibility", 16]]
         options = dict(self.options)
         if target.backend != "cuda":
-            options = dict(num_warps=options["num_warps"])
+            options = {n: options[n] for n in ("num_warps", "num_stages") if n in options}
         source = ASTSource(self.kernel, signature, constants, attributes)
         return compile_source(source, target=target, options=options)
 

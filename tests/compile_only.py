@@ -208,7 +208,57 @@ def lengths(name: str) -> Iterator[tuple[str, int]]:
             yield what, launch.compile_for(_gpu_target(target)).metadata.shared
 
 
-KERNELS = {"decode": decode, "cache": cache, "lengths": lengths}
+#: dtype, Hq, Hv, K, V, layout of h, options; of Qwen3-Next but for the last four.
+GDN = (
+    (torch.bfloat16, 16, 32, 128, 128, None, {"qk_l2norm": True}),
+    (torch.bfloat16, 16, 32, 128, 128, "fla", {"qk_l2norm": True}),
+    (torch.bfloat16, 16, 32, 128, 128, "compact", {"h_dtype": torch.bfloat16}),
+    (torch.float32, 16, 32, 128, 128, None, {}),
+    (torch.float16, 2, 8, 64, 40, "compact", {"cu_seqlens_dtype": None}),
+    (torch.bfloat16, 4, 4, 256, 256, "fla", {}),
+    (torch.float32, 4, 4, 256, 256, None, {"output_final_state": False}),
+)
+
+
+def gdn(name: str) -> Iterator[tuple[str, int]]:
+    """(name, bytes of shared memory) of each kernel of the gated delta rule."""
+    from csrc_free_ops.gdn import plan_gdn, unsupported
+    from csrc_free_ops.gdn.launch import default_config, shared_memory_bound
+
+    target = TARGETS[name]
+    device, gpu = target.device(name), _gpu_target(target)
+    seen = set()
+    for dtype, Hq, Hv, K, V, h_layout, changes in GDN:
+        q = contiguous_facts((1, 8192, Hq, K), dtype)
+        v = contiguous_facts((1, 8192, Hv, V), dtype)
+        gate = contiguous_facts((1, 8192, Hv), torch.float32)
+        options: dict[str, Any] = {
+            "initial_state": contiguous_facts((4, Hv, V, K), torch.float32),
+            "cu_seqlens_dtype": torch.int32,
+            "sequences": 4,
+            "scale": K**-0.5,
+            "h_layout": h_layout,
+            "h_rows": 200,
+            "h_dtype": torch.float32,
+            **changes,
+        }
+        config = default_config(K, V, dtype, device)
+        bound = shared_memory_bound(config, K, dtype.itemsize)
+        what = f"{str(dtype).removeprefix('torch.')}, K={K}, V={V}, h={h_layout}"
+        reason = unsupported(q, q, v, device)
+        if reason is not None:
+            raise SystemExit(f"{what}: not supported on {name}: {reason}")
+        for launch in plan_gdn(q, q, v, gate, gate, device, **options).launches:
+            if launch.specialization in seen:
+                continue
+            seen.add(launch.specialization)
+            shared = launch.compile_for(gpu).metadata.shared
+            if shared > bound:
+                raise SystemExit(f"{what}: {shared} bytes of shared memory, foreseen {bound}")
+            yield f"{launch.kernel.fn.__name__}, {what}", shared
+
+
+KERNELS = {"decode": decode, "cache": cache, "lengths": lengths, "gdn": gdn}
 
 
 def _gpu_target(target: Target) -> Any:

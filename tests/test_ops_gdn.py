@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import torch_attn_tiers
+from csrc_free_ops.facts import DeviceFacts
 
 gdn = torch.ops.attn_tiers.gdn_chunk_prefill
 
@@ -414,3 +415,14 @@ def test_tier_can_be_forced_by_an_option() -> None:
         with torch_attn_tiers.record_dispatch() as calls:
             gdn(*_tokens(5))
     assert [(call.op, call.tier) for call in calls] == [("gdn_chunk_prefill", "reference")]
+
+
+def test_triton_is_passed_over_on_gpus_until_one_has_run_it() -> None:
+    args = tuple(t.to("meta") for t in (*_tokens(), STATE, BOUNDS))
+    gpu = DeviceFacts("cuda", 0, (9, 0), "sm_90", 132, 227 << 10, 50 << 20, False)
+    explanation = torch_attn_tiers.explain("gdn_chunk_prefill", *args, device=gpu)
+    assert explanation.chosen == "reference"
+    assert explanation.verdicts[0][:3] == ("triton", False, ("not verified on a GPU yet",))
+    old = gpu._replace(capability=(7, 5), arch="sm_75")
+    verdict = torch_attn_tiers.explain("gdn_chunk_prefill", *args, device=old).verdicts[0]
+    assert "needs compute capability 8.0 or newer, the device has 7.5" in verdict.reasons

@@ -39,14 +39,11 @@ def default_config(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> G
     Not tuned yet: no GPU has run them.
     """
     bk, bv = min(_pow2(K), 64), min(_pow2(V), 32)
-    choices = []
-    if dtype.itemsize == 2 and K > 64:
-        choices += [GdnConfig(min(_pow2(K), 128), bv, 4, 4, 2)]
-    choices += [
-        GdnConfig(bk, bv, 4, 4, 2),
-        GdnConfig(bk, bv, 4, 4, 1),
-        GdnConfig(min(bk, 32) if K <= 128 else bk, min(bv, 16), 4, 4, 1),
-    ]
+    choices = [GdnConfig(bk, bv, 4, 4, 1)]
+    if K <= 128:  # wider heads do not fit twice
+        choices.insert(0, GdnConfig(bk, bv, 4, 4, 2))
+        if dtype.itemsize == 2 and K > 64:
+            choices.insert(0, GdnConfig(128, bv, 4, 4, 2))
     for config in choices:
         if shared_memory_bound(config, K, dtype.itemsize) <= device.shared_memory:
             return config
@@ -54,15 +51,29 @@ def default_config(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> G
 
 
 def shared_memory_bound(config: GdnConfig, K: int, itemsize: int) -> int:
-    """Bytes of shared memory that a program of the scan may take, from above (by compiling)."""
-    tiles = -(-K // config.bk)
-    read = 2 * C * config.bk * tiles + C * C + C * config.bv  # q, k; T; v
-    made = C * C + (config.bk + 2 * C) * config.bv  # P; S, D and its decayed form as operands
-    return (config.scan_stages * read + made) * itemsize + 4096
+    """Bytes of shared memory that a program may take, from above (tests/compile_only.py checks).
+
+    With one stage the operands of a product are there one pair at a time, in float32 in two parts
+    each (tf32x3), and 16-bit keys until the end of a chunk. With two, so is all that two chunks
+    read.
+    """
+    bk, bv = config.bk, config.bv
+    prepare = (4 if itemsize == 4 else 2) * C * bk
+    keys = C * bk * -(-K // bk)
+    scan = 2 * C * bk + C * bv + (keys + C * C if itemsize == 2 else 0)
+    if config.scan_stages > 1:
+        read = 2 * keys + C * C + C * bv  # q, k; T; v
+        made = C * C + (bk + 2 * C) * bv  # P; S, D and D decayed to the end, as operands
+        scan = config.scan_stages * read + made + 1024
+    return max(prepare, scan) * itemsize
 
 
 def unsupported(
-    q: TensorFacts, k: TensorFacts, v: TensorFacts, device: DeviceFacts, **_: Any
+    q: TensorFacts,
+    k: TensorFacts,
+    v: TensorFacts,
+    device: DeviceFacts,
+    **_: Any,
 ) -> str | None:
     """Why the kernels cannot take a legal problem, in words; None if they can."""
     config = default_config(q.shape[3], v.shape[3], q.dtype, device)

@@ -125,11 +125,11 @@ def prepare_kernel(
         # There are at least as many programs as chunks of tokens behind the last sequence.
         _, last = sequence_bounds(cu_seqlens, sequences - 1, tokens, True)
         padding = last + chunk * C + r
-        d = tl.arange(0, BLOCK_V)
-        is_padding = (padding < tokens)[:, None] & (d < V)[None, :]
+        vd = tl.arange(0, BLOCK_V)
+        is_padding = (padding < tokens)[:, None] & (vd < V)[None, :]
         for j in range(GROUP):
-            at = out + (padding[:, None] * HV + head * GROUP + j) * V + d[None, :]
-            tl.store(at, tl.zeros([C, BLOCK_V], out.dtype.element_ty), mask=is_padding)
+            out_at = out + (padding[:, None] * HV + head * GROUP + j) * V + vd[None, :]
+            tl.store(out_at, tl.zeros([C, BLOCK_V], out.dtype.element_ty), mask=is_padding)
         row = tl.zeros((), tl.int64)
         i = sequence_of(chunk_starts, chunk, sequences)
         if i >= sequences:
@@ -147,10 +147,10 @@ def prepare_kernel(
 
     k_factor = tl.zeros([C], tl.float32)
     if L2NORM:
-        at = norms + (chunk * HQ + head) * 2 * C + r
-        tl.store(at, _norm_factor(q, first, r, token_ok, q_stride_t, q_stride_d, K, BK, NK))
+        norms_at = norms + (chunk * HQ + head) * 2 * C + r
+        tl.store(norms_at, _norm_factor(q, first, r, token_ok, q_stride_t, q_stride_d, K, BK, NK))
         k_factor = _norm_factor(k, first, r, token_ok, k_stride_t, k_stride_d, K, BK, NK)
-        tl.store(at + C, k_factor)
+        tl.store(norms_at + C, k_factor)
     keys = tl.zeros([C, C], tl.float32)
     for n in tl.static_range(NK):
         d = n * BK + tl.arange(0, BK)
@@ -167,10 +167,10 @@ def prepare_kernel(
         total = tl.cumsum(gate.to(tl.float64) * LOG2E, 0)
         G = total.to(tl.float32)
         rest = (total - G.to(tl.float64)).to(tl.float32)
-        at = gates + (chunk * HV + h) * PARTS * C + r
-        tl.store(at, G)
+        gates_at = gates + (chunk * HV + h) * PARTS * C + r
+        tl.store(gates_at, G)
         if PARTS == 2:
-            tl.store(at + C, rest)
+            tl.store(gates_at + C, rest)
 
         b_at = beta + row * beta_stride_b + (first + r) * beta_stride_t
         strength = tl.load(b_at + h.to(tl.int64) * beta_stride_h, mask=token_ok, other=0.0)
@@ -180,5 +180,5 @@ def prepare_kernel(
         decay = tl.exp2(tl.where(below, exponent, float("-inf")))
         T = invert_unit_lower_64(strength[:, None] * decay * keys, INVERSE_PRECISION)
         T *= strength[None, :]
-        at = inverses + (chunk * HV + h) * C * C + r[:, None] * C + r[None, :]
-        tl.store(at, T.to(inverses.dtype.element_ty))
+        T_at = inverses + (chunk * HV + h) * C * C + r[:, None] * C + r[None, :]
+        tl.store(T_at, T.to(inverses.dtype.element_ty))

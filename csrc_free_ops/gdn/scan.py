@@ -18,18 +18,35 @@ from csrc_free_ops.gdn.prepare import load_rows, normalise
 
 
 @triton.jit
-def _load_state(at, kd, vd, stride_k, stride_v, K: tl.constexpr, V: tl.constexpr):
+def _load_tile(state, kd, vd, stride_k, stride_v, K: tl.constexpr, V: tl.constexpr):
     """A tile [BK, BV] of a state, in float32."""
     inside = (kd < K)[:, None] & (vd < V)[None, :]
-    at += kd[:, None].to(tl.int64) * stride_k + vd[None, :].to(tl.int64) * stride_v
+    at = state + kd[:, None].to(tl.int64) * stride_k + vd[None, :].to(tl.int64) * stride_v
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_state(at, S, kd, vd, wanted, K: tl.constexpr, V: tl.constexpr):
+def _store_tile(state, S, kd, vd, wanted, K: tl.constexpr, V: tl.constexpr):
     """Writes a tile [BK, BV] of a state that lies [V, K] in memory."""
     inside = (kd < K)[:, None] & (vd < V)[None, :] & wanted
-    tl.store(at + kd[:, None] + vd[None, :] * K, S.to(at.dtype.element_ty), mask=inside)
+    at = state + kd[:, None] + vd[None, :] * K
+    tl.store(at, S.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _store_state(
+    state, S0, S1, S2, S3, vd, wanted, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    NK: tl.constexpr,
+):  # fmt: skip
+    """Writes the columns vd of a state."""
+    kd = tl.arange(0, BK)
+    _store_tile(state, S0, kd, vd, wanted, K, V)
+    if NK > 1:
+        _store_tile(state, S1, BK + kd, vd, wanted, K, V)
+    if NK > 2:
+        _store_tile(state, S2, 2 * BK + kd, vd, wanted, K, V)
+    if NK > 3:
+        _store_tile(state, S3, 3 * BK + kd, vd, wanted, K, V)
 
 
 @triton.jit
@@ -102,41 +119,34 @@ def scan_kernel(
     S2 = S0
     S3 = S0
     if HAS_STATE:
-        at = initial_state + i * s_stride_n + v_head * s_stride_h
-        S0 = _load_state(at, kd, vd, s_stride_k, s_stride_v, K, V)
+        given = initial_state + i * s_stride_n + v_head * s_stride_h
+        S0 = _load_tile(given, kd, vd, s_stride_k, s_stride_v, K, V)
         if NK > 1:
-            S1 = _load_state(at, BK + kd, vd, s_stride_k, s_stride_v, K, V)
+            S1 = _load_tile(given, BK + kd, vd, s_stride_k, s_stride_v, K, V)
         if NK > 2:
-            S2 = _load_state(at, 2 * BK + kd, vd, s_stride_k, s_stride_v, K, V)
+            S2 = _load_tile(given, 2 * BK + kd, vd, s_stride_k, s_stride_v, K, V)
         if NK > 3:
-            S3 = _load_state(at, 3 * BK + kd, vd, s_stride_k, s_stride_v, K, V)
+            S3 = _load_tile(given, 3 * BK + kd, vd, s_stride_k, s_stride_v, K, V)
 
     for m in range(count):
         chunk = first_chunk + m
         first = begin + m * C
         token_ok = first + r < end
         if H_LAYOUT == 1:
-            at = h + chunk * HV * V * K
-            _store_state(at, S0, kd, vd, chunk < rows, K, V)
-            if NK > 1:
-                _store_state(at, S1, BK + kd, vd, chunk < rows, K, V)
-            if NK > 2:
-                _store_state(at, S2, 2 * BK + kd, vd, chunk < rows, K, V)
-            if NK > 3:
-                _store_state(at, S3, 3 * BK + kd, vd, chunk < rows, K, V)
+            _store_state(h + chunk * HV * V * K, S0, S1, S2, S3, vd, chunk < rows, K, V, BK, NK)
 
         # What does not depend on S.
         q_factor = tl.zeros([C], tl.float32)
         k_factor = q_factor
         if L2NORM:
-            at = norms + (chunk * HQ + q_head) * 2 * C + r
-            q_factor = tl.load(at)
-            k_factor = tl.load(at + C)
-        at = gates + (chunk * HV + v_head) * PARTS * C + r
-        G = tl.load(at)
+            norms_at = norms + (chunk * HQ + q_head) * 2 * C + r
+            q_factor = tl.load(norms_at)
+            k_factor = tl.load(norms_at + C)
+        gates_at = gates + (chunk * HV + v_head) * PARTS * C + r
+        G = tl.load(gates_at)
         exponent = G[:, None] - G[None, :]
         if PARTS == 2:
-            rest = tl.load(at + C)
+            rest = tl.load(gates_at + C)
             exponent += rest[:, None] - rest[None, :]
         not_above = r[:, None] >= r[None, :]
         decay = tl.exp2(tl.where(not_above, exponent, float("-inf")))
@@ -177,8 +187,8 @@ def scan_kernel(
 
         O = since_start[:, None] * QS
         O = tl.dot((decay * QK).to(T.dtype), D.to(T.dtype), O, input_precision=PRECISION) * scale
-        at = out + (first + r)[:, None] * (HV * V) + vd[None, :]
-        tl.store(at, O.to(out.dtype.element_ty), mask=token_ok[:, None] & (vd < V)[None, :])
+        out_at = out + (first + r)[:, None] * (HV * V) + vd[None, :]
+        tl.store(out_at, O.to(out.dtype.element_ty), mask=token_ok[:, None] & (vd < V)[None, :])
 
         writes = (to_end[:, None] * D).to(T.dtype)
         S0 = tl.dot(tl.trans(k0), writes, of_chunk * S0, input_precision=PRECISION)
@@ -191,21 +201,9 @@ def scan_kernel(
 
         if H_LAYOUT == 2:
             wanted = (first + C <= end) & (h_row + m < rows)
-            at = h + (h_row + m) * HV * V * K
-            _store_state(at, S0, kd, vd, wanted, K, V)
-            if NK > 1:
-                _store_state(at, S1, BK + kd, vd, wanted, K, V)
-            if NK > 2:
-                _store_state(at, S2, 2 * BK + kd, vd, wanted, K, V)
-            if NK > 3:
-                _store_state(at, S3, 3 * BK + kd, vd, wanted, K, V)
+            _store_state(h + (h_row + m) * HV * V * K, S0, S1, S2, S3, vd, wanted, K, V, BK, NK)
 
     if HAS_FINAL:
-        at = final_state + (i * HV + v_head) * V * K
-        _store_state(at, S0, kd, vd, True, K, V)
-        if NK > 1:
-            _store_state(at, S1, BK + kd, vd, True, K, V)
-        if NK > 2:
-            _store_state(at, S2, 2 * BK + kd, vd, True, K, V)
-        if NK > 3:
-            _store_state(at, S3, 3 * BK + kd, vd, True, K, V)
+        _store_state(
+            final_state + (i * HV + v_head) * V * K, S0, S1, S2, S3, vd, True, K, V, BK, NK
+        )
