@@ -41,14 +41,6 @@ from triton.language.extra import cuda as tl_cuda
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
-# Scalars whose values (1, multiples of 16) must not lead to kernels of their own.
-UNSPECIALIZED = (
-    "batch", "kv_heads", "group", "q_len", "capacity", "mask_len",
-    "past", "left", "right",
-    "splits", "slots",
-)  # fmt: skip
-
-
 # Values that travel together through the helpers. A tuple's members are values of the device: what
 # the compiler must know is passed beside it, or in a tuple that is itself a ``tl.constexpr``.
 
@@ -326,7 +318,15 @@ def _merge_parts(
     _store_rows(output, m, l, acc, seen, b, head, s_row, row_ok, DV, BLOCK_DV, HAS_SINKS, NATURAL)
 
 
-@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=["lengths", "sinks"])
+@triton.jit(
+    # Otherwise a 1 or a multiple of 16 among these would mean another kernel to compile.
+    do_not_specialize=[
+        "batch", "kv_heads", "group", "q_len", "capacity", "mask_len",
+        "past", "left", "right",
+        "splits", "slots",
+    ],
+    do_not_specialize_on_alignment=["lengths", "sinks"],
+)  # fmt: skip
 def split_kv_kernel(
     # Tensors. The query stands in for an absent one, the output for absent partials and counters.
     query,  # [B, Hq, Sq, D]

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.runtime import driver
 
-from csrc_free_ops.decode.kernels import UNSPECIALIZED, split_kv_kernel
+from csrc_free_ops.decode.kernels import split_kv_kernel
 from csrc_free_ops.decode.scratch import counter_arena
 from csrc_free_ops.facts import DeviceFacts, TensorFacts
 
@@ -604,14 +604,23 @@ _DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
 class Launch:
-    """A kernel with its grid and every argument but the tensors, which come first."""
+    """A kernel with its grid and every argument but the tensors.
+
+    Args:
+        kernel: the Triton function; its pointers come first.
+        grid: how many programs.
+        pointers: what the compiler knows of the tensors (see ``Pointer``), in the kernel's order.
+        scalars: its numbers, by name.
+        constants: its ``tl.constexpr`` arguments, by name.
+        options: Triton's, such as ``num_warps``.
+    """
 
     def __init__(
         self,
         kernel: Any,
         *,
         grid: tuple[int, int, int],
-        pointers: Mapping[str, Pointer],
+        pointers: Mapping[str, tuple[torch.dtype, bool]],
         scalars: Mapping[str, int | float],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
@@ -622,6 +631,9 @@ class Launch:
         self.scalars = scalars
         self.constants = constants
         self.options = options
+        # The interpreter's functions have no such list, and nothing is compiled there.
+        unspecialized = {p.name for p in getattr(kernel, "params", ()) if p.do_not_specialize}
+        self._types = {n: _scalar_type(v, n not in unspecialized) for n, v in scalars.items()}
         values = {**scalars, **constants}
         self._tail = tuple(values[name] for name in kernel.arg_names[len(pointers) :])
         self._compiled: Any = None
@@ -629,7 +641,7 @@ class Launch:
         self.specialization = (
             kernel.fn.__name__,
             tuple(pointers.values()),
-            tuple(_scalar_type(name, value) for name, value in scalars.items()),
+            tuple(self._types.values()),
             tuple(constants.values()),
             tuple(options.values()),
         )
@@ -657,7 +669,7 @@ class Launch:
             compiled = _COMPILED.get(key)
             if compiled is None:
                 with torch.cuda.device(device_index):
-                    tensors = [_StandIn(pointer) for pointer in self.pointers.values()]
+                    tensors = [_StandIn(*pointer) for pointer in self.pointers.values()]
                     compiled = self.kernel.warmup(
                         *tensors, *self._tail, grid=self.grid, **self.options
                     )
@@ -683,7 +695,7 @@ class Launch:
                 dtype, divisible = self.pointers[name]
                 signature[name] = "*" + _TRITON_TYPES[dtype]
             else:
-                signature[name], divisible = _scalar_type(name, self.scalars[name])
+                signature[name], divisible = self._types[name]
                 if signature[name] == "constexpr":
                     constants[at] = self.scalars[name]
             if divisible:
@@ -695,24 +707,22 @@ class Launch:
         return triton.compile(source, target=target, options=options)
 
 
-def _scalar_type(name: str, value: int | float) -> tuple[str, bool]:
+def _scalar_type(value: int | float, specialized: bool) -> tuple[str, bool]:
     """What Triton compiles a scalar as ("constexpr": a 1), and whether it relies on 16 | value."""
     if isinstance(value, float):
         return "fp32", False
     width = "i32" if -(2**31) <= value < 2**31 else "i64"
-    if name in UNSPECIALIZED:
-        return width, False
-    if value == 1:
+    if specialized and value == 1:
         return "constexpr", False
-    return width, value % 16 == 0
+    return width, specialized and value % 16 == 0
 
 
 class _StandIn:
     """A tensor as far as Triton's compiler looks at one: a dtype and an alignment."""
 
-    def __init__(self, pointer: Pointer) -> None:
-        self.dtype = pointer.dtype
-        self._address = 0 if pointer.aligned else pointer.dtype.itemsize
+    def __init__(self, dtype: torch.dtype, aligned: bool) -> None:
+        self.dtype = dtype
+        self._address = 0 if aligned else dtype.itemsize
 
     def data_ptr(self) -> int:
         return self._address
