@@ -590,8 +590,31 @@ def test_explain_takes_tensors_by_name_and_refuses_unknown_ones() -> None:
         explain("decode", query, key, value, qk_matmul_output_mode=1)
     with pytest.raises(TypeError, match="past_key"):
         explain("decode", query, key, value, past_key=key)
-    with pytest.raises(TypeError, match="key is given twice"):
+    with pytest.raises(TypeError, match="given twice: key"):
         explain("decode", query, key, value, key=key)
+
+
+@pytest.mark.parametrize(
+    "count, changes, words",
+    [
+        (1, {}, "decode: missing: key, value; it takes query, key"),
+        (3, {"key_": None}, "decode: unknown: key_; it takes query, key, .* keywords is_causal"),
+        (9, {}, "decode: got 9 positional arguments; it takes query, key"),
+        (2, {"value": None}, "decode: value is None; it must be a tensor"),
+        (3, {"sinks": [1.0]}, "decode: sinks is of type list; it must be a tensor or None"),
+        (3, {"scale": "1"}, "decode: scale is '1'; it must be a number or None"),
+        (3, {"is_causal": 1}, "decode: is_causal is 1; it must be a bool"),
+        (3, {"left_window_size": True}, "left_window_size is True; it must be an integer"),
+        (3, {"tier": 3}, "decode: tier is 3; it must be a string or None"),
+    ],
+)
+@pytest.mark.parametrize("ask", [explain, torch_attn_tiers.prepare])
+def test_explain_and_prepare_bind_by_the_schema(
+    ask: Any, count: int, changes: dict[str, Any], words: str
+) -> None:
+    args = (*_qkv(), *(None,) * 9)[:count]
+    with pytest.raises(TypeError, match=words):
+        ask("decode", *args, **changes)
 
 
 def test_explain_of_meta_tensors_needs_a_device() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from csrc_free_ops.facts import DeviceFacts, device_facts
 from csrc_free_ops.facts import is_capturing as is_capturing  # for operators, with the rest
 from torch_attn_tiers import tier as registry
+from torch_attn_tiers.binding import bind
 from torch_attn_tiers.errors import ColdCaptureError, TierNotEligibleError
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import Problem
@@ -558,7 +559,8 @@ def _problem(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any
     facts = device
     if device is not None and not isinstance(device, DeviceFacts):
         facts = device_facts(device)
-    return _calls[name](*args, facts=facts, **kwargs)
+    tensors, scalars = bind(name, args, kwargs)
+    return _calls[name](*tensors, facts=facts, **scalars)
 
 
 def facts_for(tensor: Tensor, facts: DeviceFacts | None) -> DeviceFacts:

@@ -124,21 +124,9 @@ _WITHOUT_PAST = tuple(name for name in Tensors._fields if not name.startswith("p
 def _bind(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensors, Scalars]:
     """The arguments of an overload by name. PyTorch leaves out those at their default."""
     positional = _WITHOUT_PAST if op == "decode" else Tensors._fields
-    keyword = Scalars._fields if op == "decode.qk" else Scalars._fields[:-1]
-    unknown = [name for name in kwargs if name not in positional + keyword]
-    given = f"{len(args)} positional arguments and {', '.join(unknown) or 'no unknown ones'}"
-    if unknown or len(args) > len(positional):
-        raise TypeError(
-            f"{op}: got {given}; it takes {', '.join(positional)}, and as keywords "
-            f"{', '.join(keyword)}"
-        )
     named = dict(zip(positional, args))
-    for name in positional:
-        if name in kwargs:
-            if name in named:
-                raise TypeError(f"{op}: {name} is given twice")
-            named[name] = kwargs[name]
-    scalars = {name: kwargs[name] for name in keyword if name in kwargs}
+    named.update((name, kwargs[name]) for name in positional if name in kwargs)
+    scalars = {name: value for name, value in kwargs.items() if name in Scalars._fields}
     return Tensors(**named), Scalars(**scalars)
 
 
