@@ -34,8 +34,38 @@ class DeviceFacts(NamedTuple):
     l2_bytes: int
     interpret: bool  # Triton's interpreter is on and this is the CPU
 
+    @classmethod
+    def of(cls, arch: str, index: int = 0) -> DeviceFacts:
+        """Facts of a usual GPU of an architecture, which need not be here.
+
+        Args:
+            arch: ``"sm_80"``, ``"sm_86"``, ``"sm_89"``, ``"sm_90"``, ``"sm_100"``, ``"sm_120"`` or
+                ``"gfx942"``.
+            index: the index that it is to have.
+
+        Raises:
+            ValueError: another architecture. Make its facts field by field.
+        """
+        if arch not in _USUAL:
+            raise ValueError(f"arch is {arch!r}; it must be one of {', '.join(_USUAL)}")
+        capability, multiprocessors, kib, l2_mib = _USUAL[arch]
+        return cls("cuda", index, capability, arch, multiprocessors, kib << 10, l2_mib << 20, False)
+
     def __str__(self) -> str:
         return self.type if self.type == self.arch else f"{self.type}:{self.index} ({self.arch})"
+
+
+#: Capability, multiprocessors, KiB of shared memory of one block, MiB of L2: of an A100, A40, L40S,
+#: H200, B200, RTX 5090 and MI300X.
+_USUAL = {
+    "sm_80": ((8, 0), 108, 163, 40),
+    "sm_86": ((8, 6), 84, 99, 6),
+    "sm_89": ((8, 9), 142, 99, 96),
+    "sm_90": ((9, 0), 132, 227, 50),
+    "sm_100": ((10, 0), 148, 227, 126),
+    "sm_120": ((12, 0), 170, 99, 96),
+    "gfx942": ((9, 4), 304, 64, 4),
+}
 
 
 def canonical_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
@@ -98,11 +128,21 @@ def broadcast_facts(tensor: Tensor, leading: Sequence[int]) -> TensorFacts:
 
 
 def device_facts(device: torch.device | str) -> DeviceFacts:
-    """Facts of ``device`` (without an index: the current one). Asked once for each device."""
+    """Facts of ``device`` (without an index: the current one). Asked once for each device.
+
+    Raises:
+        ValueError: a CUDA device that is not here.
+    """
     device = torch.device(device)
     if device.type == "cpu":
         return _cpu_facts(os.environ.get("TRITON_INTERPRET", "0") == "1")
     if device.type == "cuda":
+        here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= here:
+            raise ValueError(
+                f"device is {str(device)!r} and there are {here} CUDA devices here; for one that "
+                "is not, give its facts, as DeviceFacts.of('sm_90')"
+            )
         return _cuda_facts(torch.cuda.current_device() if device.index is None else device.index)
     return DeviceFacts(device.type, device.index or 0, None, device.type, 1, 0, 0, False)
 

@@ -622,8 +622,23 @@ def test_explain_of_meta_tensors_needs_a_device() -> None:
     with pytest.raises(ValueError, match="say with device="):
         explain("decode", *args)
     assert explain("decode", *args, device="cpu").chosen == "unfused"
-    hopper = DeviceFacts("cuda", 0, (9, 0), "sm_90", 132, 232448, 50 << 20, False)
+    hopper = torch_attn_tiers.DeviceFacts.of("sm_90")
     assert explain("decode", *args, device=hopper).problem.device is hopper
+    assert str(hopper) == "cuda:0 (sm_90)" and hopper.shared_memory == 232448
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_device_that_is_not_here_is_an_error_that_names_its_facts(device: str) -> None:
+    args = [t.to("meta") for t in _qkv()]
+    for ask in (explain, torch_attn_tiers.prepare):
+        with pytest.raises(ValueError, match=f"device is '{device}' .* DeviceFacts.of\\('sm_90'"):
+            ask("decode", *args, device=device)
+
+
+def test_facts_of_an_unknown_architecture_are_an_error() -> None:
+    with pytest.raises(ValueError, match="arch is 'sm_75'; it must be one of sm_80, sm_86"):
+        DeviceFacts.of("sm_75")
 
 
 def test_explain_runs_and_builds_nothing(first: Invented) -> None:

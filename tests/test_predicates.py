@@ -32,13 +32,7 @@ def _cuda(major: int, minor: int, multiprocessors: int, shared: int) -> DeviceFa
     )  # fmt: skip
 
 
-DEVICES = {
-    "sm_80": _cuda(8, 0, 108, 163),
-    "sm_90": _cuda(9, 0, 132, 227),
-    "sm_100": _cuda(10, 0, 148, 227),
-    "sm_120": _cuda(12, 0, 170, 99),
-    "gfx942": DeviceFacts("cuda", 0, (9, 4), "gfx942", 304, 64 * KIB, 4 << 20, False),
-}
+DEVICES = {arch: DeviceFacts.of(arch) for arch in ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")}
 OLD = _cuda(7, 5, 40, 64)
 CPU = DeviceFacts("cpu", 0, None, "cpu", 8, 99 * KIB, 0, False)
 INTERPRETER = CPU._replace(interpret=True)

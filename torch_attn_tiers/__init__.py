@@ -3,6 +3,7 @@
 Importing the package registers the operators. See :mod:`torch_attn_tiers.ops` for what they take.
 """
 
+from csrc_free_ops.facts import DeviceFacts
 from torch_attn_tiers import ops, tiers
 from torch_attn_tiers.dispatch import (
     DispatchRecord,
@@ -29,6 +30,7 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "ColdCaptureError",
     "DecodeProblem",
+    "DeviceFacts",
     "DispatchRecord",
     "Explanation",
     "GdnPrefill",

@@ -483,8 +483,8 @@ def explain(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanati
     Args:
         op: the operator, as ``"decode"``, ``"decode.present"`` or ``torch.ops.attn_tiers.decode``.
         args, kwargs: the operator's own arguments. Meta tensors will do, with ``device=``.
-        device: what to explain for in place of the tensors' device: a device, or ``DeviceFacts`` of
-            one that is not here.
+        device: what to explain for in place of the tensors' device: a device that is here, or
+            :class:`DeviceFacts` of another, as ``DeviceFacts.of("sm_90")``.
 
     Raises:
         ValueError, TypeError: as the operator would for these arguments.
