@@ -43,9 +43,9 @@ decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0
    unfused  ready
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (gfx942)
--> flash    not built yet
+   flash    no: not run on AMD GPUs yet: only when asked for by tier='flash'
    mea      no: needs an NVIDIA GPU of compute capability 8.0 or newer; cannot keep NaN in keys past nonpad_kv_seqlen out of the result
-   unfused  ready
+-> unfused  ready
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_75)
    flash    no: needs compute capability 8.0 or newer, the device has 7.5

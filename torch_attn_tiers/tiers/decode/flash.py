@@ -36,8 +36,11 @@ def _device(problem: DecodeProblem) -> str | None:
         return None
     if device.type != "cuda":
         return f"runs on CUDA and ROCm devices, not on {device.type}"
-    is_nvidia = device.arch.startswith("sm_")
-    if is_nvidia and device.capability is not None and device.capability < (8, 0):
+    if not device.arch.startswith("sm_"):
+        if problem.requested != "flash":
+            return "not run on AMD GPUs yet: only when asked for by tier='flash'"
+        return None
+    if device.capability is not None and device.capability < (8, 0):
         major, minor = device.capability
         return f"needs compute capability 8.0 or newer, the device has {major}.{minor}"
     return None
