@@ -95,11 +95,12 @@ def assert_close(
 def assert_gdn_close(
     actual: torch.Tensor, expected: torch.Tensor, *, inputs: torch.dtype, what: str
 ) -> None:
-    """Fails unless the relative errors of the whole and of each row are those of the dtype.
+    """Fails unless the relative error of the whole is that of the dtype, and no row is wrong.
 
-    The dtype is that of the inputs or of the result, whichever is coarser. A row's error is
-    relative to its own norm or to that of the mean row, whichever is larger: a state decays, and
-    what is left of it after a while is far below its error. A row that is zero is zero exactly.
+    The dtype is that of the inputs or of the result, whichever is coarser. The tolerance is one of
+    the whole; a row may have four times as much, relative to its own norm or to that of the mean
+    row, whichever is larger: roundings do not average out in a row of a few numbers, and what is
+    left of a state that has decayed is far below its error. A row that is zero is zero exactly.
     """
     assert tuple(actual.shape) == tuple(expected.shape), (
         f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
@@ -116,7 +117,7 @@ def assert_gdn_close(
     assert bool((error[size == 0] == 0).all()), f"{what}: a row that should be zero is not"
     whole = float(error.norm() / size.norm().clamp(min=1e-300))
     rows = error / size.maximum(mean).clamp(min=1e-300)
-    assert whole <= limit and float(rows.max()) <= limit, (
+    assert whole <= limit and float(rows.max()) <= 4 * limit, (
         f"{what}: relative error {whole:.3g} of the whole, {float(rows.max()):.3g} of row "
         f"{int(rows.argmax())}, tolerance {limit:.3g} ({inputs})"
     )
