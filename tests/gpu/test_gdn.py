@@ -1,0 +1,186 @@
+"""`gdn_chunk_prefill` on the GPU: all cases in all dtypes, graphs, streams, memory, large sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torch_attn_tiers
+from tests.conformance.calls import Maker, same_bits
+from tests.conformance.gdn_calls import GDN_TIERS, GdnCall, check_or_skip, prompts
+from tests.conformance.test_gdn import CASES, OVERLOADS, WITH_CHECKPOINTS
+from tests.conformance.test_gdn_invariants import *  # noqa: F403  (collects them again, here)
+from tests.tolerances import assert_gdn_close
+
+Make = Callable[..., Maker]
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+every_tier = pytest.mark.parametrize("tier", GDN_TIERS)
+
+
+@pytest.fixture(autouse=True)
+def _release() -> Iterator[None]:
+    yield
+    torch.cuda.synchronize()
+    torch_attn_tiers.release_captured_plans()
+
+
+@every_tier
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_case_agrees_with_the_oracle(
+    name: str, dtype: torch.dtype, tier: str, must_run: frozenset[str]
+) -> None:
+    def make(dtype: torch.dtype = dtype, seed: int = 0) -> Maker:
+        return Maker(dtype, "cuda", real_sizes=True, seed=seed)
+
+    call = CASES[name](make)
+    for overload in OVERLOADS if name in WITH_CHECKPOINTS else OVERLOADS[:1]:
+        check_or_skip(call.with_(overload), tier, must_run)
+
+
+def _model(
+    m: Maker, lengths: list[int], T: int | None = None, Hq: int = 16, Hv: int = 32, **scalars: Any
+) -> GdnCall:
+    """Sequences with the heads of Qwen3-Next."""
+    return prompts(m, lengths, T=T, Hq=Hq, Hv=Hv, K=128, V=128, qk_l2norm=True, **scalars)
+
+
+@every_tier
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_a_model_agree_with_the_oracle(
+    tier: str, dtype: torch.dtype, maker: Make, must_run: frozenset[str]
+) -> None:
+    call = _model(maker(dtype), [1000, 17, 63, 64, 65, 300, 1], T=1600)
+    for overload in OVERLOADS:
+        check_or_skip(call.with_(overload), tier, must_run)
+
+
+def _capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """(graph, what the call returned while it was captured)"""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
+
+
+@every_tier
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_replays_follow_lengths_that_change(
+    tier: str, overload: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    m = maker(torch.float16)
+    call = _model(m, [70, 200, 30], T=320, Hq=2, Hv=4).with_(overload)
+    call.require(tier, must_run)
+    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars, tier=tier)
+    call.run(tier)  # libraries make their handles
+    graph, result = _capture(lambda: call.run(tier))
+    bounds = call.tensors["cu_seqlens"]
+    assert bounds is not None
+    for values in (
+        [0, 320, 320, 320],
+        [0, 0, 64, 64],
+        [0, 1, 2, 3],
+        [0, 0, 0, 0],
+        [0, 64, 129, 320],
+    ):
+        bounds.copy_(m.integers(values))
+        for tensor in result:
+            if tensor.is_floating_point():
+                tensor.fill_(math.nan)
+        graph.replay()
+        expected = call.expected()
+        assert_gdn_close(result[0], expected.out, inputs=torch.float16, what="out")
+        assert_gdn_close(result[1], expected.final_state, inputs=torch.float16, what="state")
+        if overload != "default":
+            h = result[2][0] if overload == "h_fla" else result[2]
+            rows = expected.fla if overload == "h_fla" else expected.compact
+            assert_gdn_close(h[: len(rows)], rows, inputs=torch.float16, what="h")
+            assert bool(h[len(rows) :].isnan().all()), "a row past the last chunk was written"
+
+
+@every_tier
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_the_host_does_not_wait(
+    tier: str, overload: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    call = _model(maker(torch.float16), [70, 200, 30], Hq=2, Hv=4).with_(overload)
+    call.require(tier, must_run)
+    call.run(tier)  # builds
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        call.run(tier)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@every_tier
+def test_graphs_on_two_streams_beside_eager_calls(
+    tier: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    calls = [_model(maker(torch.float16, seed=i), [300, 5, 700], Hq=4, Hv=8) for i in range(3)]
+    for call in calls:
+        call.require(tier, must_run)
+    wanted = [call.run(tier) for call in calls]
+    graphs = [_capture(lambda call=call: call.run(tier)) for call in calls[:2]]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    eager = []
+    for _ in range(20):
+        for (graph, _), stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        eager.append(calls[2].run(tier))
+    torch.cuda.synchronize()
+    for (_, result), expected in zip(graphs, wanted, strict=False):
+        for got, one in zip(result, expected, strict=True):
+            assert same_bits(got, one)
+    for result in eager:
+        for got, one in zip(result, wanted[2], strict=True):
+            assert same_bits(got, one)
+
+
+def test_without_checkpoints_there_is_no_memory_for_them(
+    maker: Make, must_run: frozenset[str]
+) -> None:
+    call = _model(maker(torch.bfloat16), [8192])
+    call.require("triton", must_run)
+    call.run("triton")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call.run("triton")
+    taken = torch.cuda.max_memory_allocated() - before
+    kept = sum(t.numel() * t.element_size() for t in result)
+    tokens_and_heads = 8192 * 32
+    assert taken - kept <= 320 * tokens_and_heads
+    checkpoints = 128 * 32 * 128 * 128 * 4
+    assert taken < checkpoints
+
+
+@pytest.mark.parametrize("overload", OVERLOADS[1:])
+def test_checkpoints_beyond_2_to_the_31_elements(
+    overload: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    """131072 tokens of 64 heads: 2048 chunks x 64 x 128 x 128 = 2^31 elements of h."""
+    if torch.cuda.mem_get_info()[0] < 60 << 30:
+        pytest.skip("needs 60 GiB of free device memory")
+    T = 131072 + 64
+    call = _model(maker(torch.bfloat16), [T], Hq=16, Hv=64, state=None)
+    call = call.with_(overload, h_dtype=torch.bfloat16)
+    call.require("triton", must_run)
+    out, final_state, h = call.run("triton")[:3]
+    last = h[0][-1] if overload == "h_fla" else h[-1]
+    # The last chunk from its checkpoint, and the last checkpoint from the end.
+    if overload == "h_compact":
+        assert_gdn_close(last, final_state[0], inputs=torch.bfloat16, what="h")
+        return
+    tail = {n: call.tensors[n][:, -64:] for n in ("q", "k", "v", "g", "beta")}  # type: ignore[index]
+    again = GdnCall({**tail, "initial_state": last[None]}, {"qk_l2norm": True})
+    tail_out, tail_state = again.run("triton")
+    assert_gdn_close(out[:, -64:], tail_out, inputs=torch.bfloat16, what="out")
+    assert_gdn_close(final_state, tail_state, inputs=torch.bfloat16, what="final_state")
