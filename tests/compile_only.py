@@ -146,49 +146,20 @@ def _mask(model: Model, rows: int) -> Any:
 
 def cache(name: str) -> Iterator[tuple[str, int]]:
     """(name, bytes of shared memory) of each cache-write kernel."""
-    from csrc_free_ops.cache.launch import scatter_plan
+    from csrc_free_ops.cache import plan_scatter
 
-    gpu = _gpu_target(TARGETS[name])
+    target = TARGETS[name]
+    device, gpu = target.device(name), _gpu_target(target)
+    indices = contiguous_facts((4,), torch.int32)
+    dtypes = (torch.bfloat16, torch.float32, torch.int8)
     for heads, size, rows in ((8, 128, 1), (8, 128, 16), (32, 80, 1)):
-        caches = torch.empty(4, heads, 4096, size, device="meta")
-        update = torch.empty(4, heads, rows, size, device="meta")
-        layout = (caches.shape, caches.stride(), update.shape, update.stride())
-        for tensors, circular in itertools.product((1, 2), (False, True)):
-            plan = scatter_plan((layout,) * tensors, 1, -2, circular)
-            assert plan is not None
-            for dtype in ("bf16", "fp32", "i8"):
-                what = f"{tensors} caches of {heads} x {size}, {dtype}, circular={circular}"
-                yield what, _compile_scatter(plan, dtype, gpu)
-
-
-def _compile_scatter(plan: Any, dtype: str, gpu: Any) -> int:
-    """Bytes of shared memory of the kernel that the plan launches."""
-    import triton
-
-    from csrc_free_ops.cache.kernels import scatter_kernel
-
-    names = scatter_kernel.arg_names
-    values = dict(zip(names[5:], (plan.index_stride, *plan.integers), strict=False))
-    values |= {
-        "ROWS": plan.rows, "BLOCK_D": plan.block_d, "CIRCULAR": plan.circular,
-        "HAS_INDICES": plan.has_indices, "HAS_VALUE": plan.has_value,
-    }  # fmt: skip
-    signature, constants, attributes = {}, {}, {}
-    for at, argument in enumerate(names):
-        if argument in ("key_cache", "key", "value_cache", "value"):
-            signature[argument] = "*" + dtype
-            attributes[(at,)] = [["tt.divisibility", 16]]
-        elif argument == "write_indices":
-            signature[argument] = "*i32"
-        elif argument.isupper() and len(argument) > 1 or values[argument] == 1:
-            signature[argument] = "constexpr"
-            constants[(at,)] = values[argument]
-        else:
-            signature[argument] = "i32"
-            if values[argument] % 16 == 0 and "stride" in argument:
-                attributes[(at,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(scatter_kernel, signature, constants, attributes)
-    return triton.compile(source, target=gpu).metadata.shared
+        for dtype, count, circular in itertools.product(dtypes, (1, 2), (False, True)):
+            caches = (contiguous_facts((4, heads, 4096, size), dtype),) * count
+            updates = (contiguous_facts((4, heads, rows, size), dtype),) * count
+            write = plan_scatter(caches, updates, indices, device, axis=-2, circular=circular)
+            (part,) = write.parts
+            what = f"{count} caches of {heads} x {size}, {dtype}, circular={circular}"
+            yield what, part.launch.compile_for(gpu).metadata.shared
 
 
 def lengths(name: str) -> Iterator[tuple[str, int]]:

@@ -9,6 +9,8 @@ import torch
 
 from csrc_free_ops.cache import kv_scatter, launch, tensor_scatter
 from csrc_free_ops.cache.launch import scatter_plan
+from csrc_free_ops.decode.launch import Launch
+from csrc_free_ops.facts import DeviceFacts, tensor_facts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDICES = (-9, -1, 0, 3, 6, 7, 100, 2**31 - 1)
@@ -140,23 +142,65 @@ def test_a_decode_step_is_one_small_launch_in_both_layouts() -> None:
         assert plan.rows * plan.block_d == heads * head_dim
 
 
-def test_cold_in_a_capture_writes_without_loading_the_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    keys, values, key = normal(2, 3, 7, 24), normal(2, 3, 7, 24), normal(2, 3, 2, 24)
-    w = torch.tensor([6, 1], device=DEVICE)
-    expected = loop(keys, key, w, -2, False), loop(values, key, w, -2, False)
-    monkeypatch.setattr(launch, "_captures", lambda device: True)
-    monkeypatch.setattr(launch, "_run", None)
-    with pytest.warns(UserWarning, match="call it once with these shapes before the capture"):
-        kv_scatter(keys, values, key, key, w)
-    assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
+def test_cold_in_a_capture_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, key = normal(2, 3, 7, 24), normal(2, 3, 2, 24)
+    monkeypatch.setattr(launch, "is_capturing", lambda device: True)
+    monkeypatch.setattr(launch.ScatterWrite, "is_compiled", lambda self: False)
+    monkeypatch.setattr(launch.ScatterWrite, "run", None)
+    with pytest.raises(RuntimeError, match="write once with these shapes before the capture"):
+        kv_scatter(keys, keys.clone(), key, key)
 
 
 def test_warm_in_a_capture_launches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, update = normal(2, 3, 7, 56), normal(2, 3, 2, 56)
     tensor_scatter(cache, update)
-    monkeypatch.setattr(launch, "_captures", lambda device: True)
+    monkeypatch.setattr(launch, "is_capturing", lambda device: True)
     update += 1
     tensor_scatter(cache, update)
     assert torch.equal(cache[:, :, :2], update)
+
+
+def _plan(length: int, dim: int = 64, device: str = "cuda", stride: int = 1) -> launch.ScatterWrite:
+    cache = torch.empty(2, 3, 64, dim * stride, dtype=torch.float16, device="meta")[..., ::stride]
+    update = torch.empty(2, 3, length, dim, dtype=torch.float16, device="meta")
+    gpu = DeviceFacts.of("sm_90", int(device.partition(":")[2] or 0))
+    facts = ((tensor_facts(cache),), (tensor_facts(update),))
+    return launch.plan_scatter(*facts, None, gpu, axis=-2, circular=False)
+
+
+def test_one_loaded_kernel_serves_many_layouts_whatever_else_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Readiness belongs to what is compiled: it may not get lost with a plan in a bounded cache."""
+    loaded: set[object] = set()
+    monkeypatch.setattr(
+        Launch, "compile", lambda self, index: loaded.add((index, self.specialization))
+    )
+    monkeypatch.setattr(
+        Launch, "is_compiled", lambda self, index: (index, self.specialization) in loaded
+    )
+    write = _plan(3)
+    assert not write.is_compiled()
+    write.compile()
+    for length in range(1, 65):
+        for dim in (16, 32, 48, 80, 96, 112, 128, 144, 160):
+            _plan(length, dim)
+    assert _plan(3) is not write and _plan(3).is_compiled()
+    assert not _plan(3, device="cuda:1").is_compiled(), "a module is of one device"
+    assert not _plan(3, stride=2).is_compiled()
+
+
+def test_layouts_that_do_not_fold_are_planned_slice_by_slice() -> None:
+    shape, order = (2, 3, 2, 7, 4), (4, 2, 0, 3, 1)
+    cache = normal(*(shape[i] for i in order)).permute([order.index(i) for i in range(5)])
+    update = normal(2, 3, 2, 2, 4)
+    gpu = DeviceFacts.of("sm_90")
+    facts = (tensor_facts(cache),), (tensor_facts(update),)
+    write = launch.plan_scatter(*facts, None, gpu, axis=3, circular=False)
+    assert len(write.parts) > 1
+    for part in write.parts:
+        sliced = [cache, update]
+        for dim, i in part.slices:
+            sliced = [t.select(dim, i) for t in sliced]
+        for tensor, (dtype, aligned) in zip(sliced, part.launch.pointers.values()):
+            assert tensor.dtype == dtype and (not aligned or tensor.data_ptr() % 16 == 0)

@@ -10,7 +10,9 @@ import torch._dynamo
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
-import torch_attn_tiers  # noqa: F401  registers the operators
+import torch_attn_tiers
+from torch_attn_tiers import ColdCaptureError, DeviceFacts
+from torch_attn_tiers.ops import tensor_scatter as module
 
 tensor_scatter_ = torch.ops.attn_tiers.tensor_scatter_
 kv_scatter_ = torch.ops.attn_tiers.kv_scatter_
@@ -148,3 +150,143 @@ def test_export_with_the_caches_as_buffers() -> None:
     expected = module(query, key, value, lengths)
     torch.testing.assert_close(exported(query, key, value, lengths), expected)
     torch.testing.assert_close(exported.key_cache, module.key_cache)
+
+
+# ------------------------------------------------------- kernels: readiness, captures and failures
+
+
+class _Kernel:
+    """Stands for the Triton write, on tensors of a CPU."""
+
+    def __init__(self) -> None:
+        self.loaded = False
+        self.compiles = self.runs = 0
+        self.failure: Exception | None = None
+
+    def is_compiled(self) -> bool:
+        return self.loaded
+
+    def compile(self) -> None:
+        self.compiles += 1
+        if self.failure is not None:
+            raise self.failure
+        self.loaded = True
+
+    def run(self, caches: Any, updates: Any, write_indices: Any) -> None:
+        assert self.loaded
+        self.runs += 1
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> _Kernel:
+    """Takes every write that it is not unfit for."""
+    kernel = _Kernel()
+    plan = module._plan
+    monkeypatch.setattr(module, "_writes", {})
+    monkeypatch.setattr(module, "_unfit", {})
+    monkeypatch.setattr(module, "_against_triton", lambda problem: [
+        module._unfit[problem]] if problem in module._unfit else [])  # fmt: skip
+    monkeypatch.setattr(module, "_plan", lambda p: plan(p) if module._against_triton(p) else kernel)
+    return kernel
+
+
+WRITES = {
+    "tensor_scatter_": lambda: (torch.zeros(B, HKV, T, D), _updates()[0], INDICES),
+    "kv_scatter_": lambda: (*_caches(), *_updates(), INDICES),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_cold_write_in_a_capture_is_an_error_that_names_prepare(
+    name: str, kernel: _Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    args = WRITES[name]()
+    explanation = torch_attn_tiers.explain(name, *args)
+    assert explanation.chosen is None
+    assert f"would raise ColdCaptureError: {name}: a CUDA graph" in str(explanation)
+    with pytest.raises(ColdCaptureError, match=rf"prepare\('{name}', ...\)"):
+        getattr(torch.ops.attn_tiers, name)(*args)
+    with pytest.raises(RuntimeError, match="call prepare before the capture"):
+        torch_attn_tiers.prepare(name, *args)
+    assert kernel.compiles == kernel.runs == 0
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("how", ["prepare", "call"])
+def test_prepared_or_run_before_it_is_captured(
+    how: str, name: str, kernel: _Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = WRITES[name]()
+    if how == "prepare":
+        meta = [t.to("meta") for t in args]
+        explanation = torch_attn_tiers.prepare(name, *meta, device="cpu", write_mode="circular")
+        assert explanation.chosen == "triton" and explanation.verdicts[0].ready
+    else:
+        getattr(torch.ops.attn_tiers, name)(*args, write_mode="circular")
+    before = kernel.runs
+    monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    getattr(torch.ops.attn_tiers, name)(*args, write_mode="circular")
+    assert kernel.runs == before + 1
+
+
+def test_kernel_that_cannot_be_built_leaves_the_write_to_the_reference(
+    kernel: _Kernel, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel.failure = RuntimeError("no compiler")
+    cache, update, _ = WRITES["tensor_scatter_"]()
+    for _ in range(2):
+        tensor_scatter_(cache, update)
+    assert torch.equal(cache[:, :, :S], update) and kernel.compiles == 1
+    (record,) = caplog.records
+    assert "tensor_scatter_: its build failed: RuntimeError: no compiler" in record.getMessage()
+    verdict = torch_attn_tiers.explain("tensor_scatter_", cache, update).verdicts[0]
+    assert verdict.reasons == ("its build failed: RuntimeError: no compiler",)
+    kernel.failure = None
+    assert torch_attn_tiers.prepare("tensor_scatter_", cache, update).chosen == "triton"
+
+
+def test_out_of_memory_is_no_verdict_on_the_kernel(kernel: _Kernel) -> None:
+    args = WRITES["tensor_scatter_"]()
+    kernel.failure = RuntimeError("Triton Error [CUDA]: out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tensor_scatter_(*args)
+    kernel.failure = None
+    tensor_scatter_(*args)
+    assert kernel.runs == 1
+
+
+def _explain_on(arch: str, *args: torch.Tensor) -> torch_attn_tiers.Explanation:
+    meta = [t.to("meta") for t in args]
+    name = "tensor_scatter_" if len(args) == 2 else "kv_scatter_"
+    return torch_attn_tiers.explain(name, *meta, device=DeviceFacts.of(arch))
+
+
+def test_who_writes_on_which_device() -> None:
+    pytest.importorskip("triton")
+    args = (*_caches(), *_updates())
+    assert _explain_on("sm_90", *args).chosen == "triton"
+    assert _explain_on("sm_90", *args[::2]).chosen == "triton"
+    amd = _explain_on("gfx942", *args)
+    assert amd.chosen == "reference" and amd.verdicts[0].reasons == ("not run on AMD GPUs yet",)
+    assert torch_attn_tiers.explain("kv_scatter_", *args).chosen == "reference"
+
+
+def test_widest_dtype_decides_whether_the_kernel_can_write() -> None:
+    pytest.importorskip("triton")
+    (keys, values), (key, value) = _caches(), _updates()
+    wide = _explain_on("sm_90", keys, values.cdouble(), key, value.cdouble())
+    assert wide.verdicts[0].reasons == ("copies elements of at most 8 bytes, not complex128",)
+    assert wide.chosen == "reference"
+
+
+def test_check_option_refuses_an_update_inside_the_cache() -> None:
+    cache = torch.randn(B, HKV, T, D)
+    with torch_attn_tiers.options(check=True):
+        with pytest.raises(ValueError, match="update overlaps past_cache in memory"):
+            tensor_scatter_(cache, cache[:, :, :S])
+        tensor_scatter_(cache, cache[:, :, :S].clone())
+        tensor_scatter_(cache[:1], cache[1:2, :, :S])  # beside it
+        with pytest.raises(ValueError, match="value overlaps value_cache in memory"):
+            values = torch.randn(B, HKV, T, D)
+            kv_scatter_(cache, values, values[:, :, :S].clone(), values[:, :, :S])

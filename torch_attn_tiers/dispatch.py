@@ -242,21 +242,36 @@ _plans = _PlanCache()
 #: Held while one plan is built: two threads may want the same one.
 _build_locks: dict[tuple[Tier, Problem], threading.RLock] = {}
 _recordings: list[list[DispatchRecord]] = []
-#: From the name of a call ("decode.present") to what makes its problem.
-_calls: dict[str, Callable[..., Problem]] = {}
+
+
+class _Call(NamedTuple):
+    """How :func:`explain` and :func:`prepare` go about a call ("decode.present")."""
+
+    problem_of: Callable[..., Any]
+    explain: Callable[[Any], Explanation]
+    prepare: Callable[[Any], None]
+
+
+_calls: dict[str, _Call] = {}
 
 #: The decision for a flat key, or None. Atomic, without a lock.
 known = _plans.decisions.get
 registry.on_change(_plans.forget_decisions)
 
 
-def define_call(name: str, problem_of: Callable[..., Problem]) -> None:
+def define_call(
+    name: str,
+    problem_of: Callable[..., Any],
+    explain: Callable[[Any], Explanation] | None = None,
+    prepare: Callable[[Any], None] | None = None,
+) -> None:
     """Tell :func:`explain` and :func:`prepare` how to read a call.
 
-    ``problem_of`` takes the operator's arguments and ``facts=DeviceFacts | None`` in place of the
-    device of the tensors.
+    ``problem_of`` takes the operator's arguments, the positional ones all given, and
+    ``facts=DeviceFacts | None`` in place of the device of the tensors. ``explain`` and ``prepare``
+    are those of an operator without tiers.
     """
-    _calls[name] = problem_of
+    _calls[name] = _Call(problem_of, explain or _explain, prepare or _prepare)
 
 
 def decide(key: Hashable, problem: Problem) -> Decision:
@@ -373,6 +388,18 @@ class _BuildFailed(Exception):
 _DEVICE_ERROR: Any = getattr(torch, "AcceleratorError", ())
 
 
+def build_failure(error: Exception) -> bool:
+    """Whether a failed build speaks against what was built, and not of the moment only.
+
+    Raises:
+        Exception: ``error``, if it is no build failure at all.
+    """
+    kind = _failure_of_build(error)
+    if kind is _Failure.NONE:
+        raise error
+    return kind is _Failure.OF_THE_TIER
+
+
 def _failure_of_build(error: Exception) -> _Failure:
     """By type, and by text: Triton and libraries raise RuntimeError for whatever CUDA reports."""
     text = str(error).lower()
@@ -482,6 +509,7 @@ def explain(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanati
 
     Args:
         op: the operator, as ``"decode"``, ``"decode.present"`` or ``torch.ops.attn_tiers.decode``.
+            Of a cache write the verdicts are those of its kernel and of its reference.
         args, kwargs: the operator's own arguments. Meta tensors will do, with ``device=``.
         device: what to explain for in place of the tensors' device: a device that is here, or
             :class:`DeviceFacts` of another, as ``DeviceFacts.of("sm_90")``.
@@ -496,7 +524,8 @@ def explain(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanati
         >>> torch_attn_tiers.explain("decode", q, kv, kv, device="cpu").chosen
         'unfused'
     """
-    return _explain(_problem(op, args, kwargs, device))
+    call, problem = _problem(op, args, kwargs, device)
+    return call.explain(problem)
 
 
 def prepare(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanation:
@@ -516,14 +545,18 @@ def prepare(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanati
         raise TypeError(
             "prepare: device is DeviceFacts; give a device that is here, as device='cuda'"
         )
-    problem = _problem(op, args, kwargs, device)
+    call, problem = _problem(op, args, kwargs, device)
     if problem.capturing:
         raise RuntimeError(
             "prepare: a CUDA graph is being captured; call prepare before the capture"
         )
+    call.prepare(problem)
+    return call.explain(problem)
+
+
+def _prepare(problem: Problem) -> None:
     _first_that_builds(problem, _examine(problem, preparing=True))
     _plans.forget_decisions()  # some may stand for a tier that this one now beats
-    return _explain(problem)
 
 
 def _explain(problem: Problem) -> Explanation:
@@ -552,15 +585,18 @@ def _explain(problem: Problem) -> Explanation:
     return Explanation(problem, rows, len(_plans.plans), len(_plans.pinned), raised)
 
 
-def _problem(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any) -> Problem:
+def _problem(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: Any
+) -> tuple[_Call, Problem]:
     name = str(op).replace("::", ".").removeprefix("attn_tiers.").removesuffix(".default")
     if name not in _calls:
-        raise ValueError(f"op is {op!s}; operators with tiers: {', '.join(_calls)}")
+        raise ValueError(f"op is {op!s}; it must be one of {', '.join(_calls)}")
     facts = device
     if device is not None and not isinstance(device, DeviceFacts):
         facts = device_facts(device)
     tensors, scalars = bind(name, args, kwargs)
-    return _calls[name](*tensors, facts=facts, **scalars)
+    call = _calls[name]
+    return call, call.problem_of(*tensors, facts=facts, **scalars)
 
 
 def facts_for(tensor: Tensor, facts: DeviceFacts | None) -> DeviceFacts:

@@ -1,4 +1,4 @@
-"""Launches the cache-write kernel: folds any layout into `[B, M, S, D]` and picks a tile.
+"""Plans cache writes: folds any layout into `[B, M, S, D]`, picks a tile, and launches.
 
 What is launched depends on shapes and strides alone, so a captured graph may be replayed with other
 indices; the indices are read by the kernel only.
@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
+
+from csrc_free_ops.facts import (
+    DeviceFacts,
+    TensorFacts,
+    device_facts,
+    is_capturing,
+    tensor_facts,
+)
+
+if TYPE_CHECKING:
+    from csrc_free_ops.decode.launch import Launch
 
 # One program moves about 1024 elements: a decode step (8 KV heads of 128) is one program per batch
 # row with a 16-byte load per thread.
 _TILE_ELEMENTS = 1024
 
-# Copied as they are; every other dtype is viewed as an integer of its size.
-_TRITON_TYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+# Copied as they are; every other dtype is copied as an integer of its size.
+_COPIED = frozenset((
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.int8, torch.int16, torch.int32, torch.int64,
+))  # fmt: skip
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ScatterPlan(NamedTuple):
-    """What one launch needs besides the five pointers."""
+    """One launch but for its pointers."""
 
     grid: tuple[int, ...]
     index_stride: int
@@ -42,7 +48,6 @@ class ScatterPlan(NamedTuple):
     circular: bool
     has_indices: bool
     has_value: bool
-    launched: set[tuple[Any, ...]]  # the dtypes, alignments and devices whose kernel is loaded
 
 
 class _Folded(NamedTuple):
@@ -53,10 +58,63 @@ class _Folded(NamedTuple):
     update: tuple[int, int, int, int]
 
 
+class _Part(NamedTuple):
+    """A launch of a write, and which slices of which caches and updates it is for."""
+
+    launch: Launch
+    pairs: tuple[int, ...]
+    slices: tuple[tuple[int, int], ...]  # (dimension, index), one after the other
+
+
+class ScatterWrite:
+    """A cache write, worked out. Safe to share between threads; holds no tensor."""
+
+    def __init__(self, device: DeviceFacts, parts: Sequence[_Part]) -> None:
+        self.device = device
+        self.parts = tuple(parts)
+
+    def is_compiled(self) -> bool:
+        """Whether a run needs no compiler and no module load."""
+        if self.device.type != "cuda":
+            return True
+        return all(part.launch.is_compiled(self.device.index) for part in self.parts)
+
+    def compile(self) -> None:
+        """Compiles and loads the kernels; launches nothing. Not for use inside a capture."""
+        if self.device.type == "cuda":
+            for part in self.parts:
+                part.launch.compile(self.device.index)
+
+    def run(
+        self, caches: Sequence[Tensor], updates: Sequence[Tensor], write_indices: Tensor | None
+    ) -> None:
+        """Writes, by tensors like those that were planned for, on the current stream."""
+        index = self.device.index
+        if self.device.type == "cuda" and index != torch.cuda.current_device():
+            with torch.cuda.device(index):  # Triton launches on the current device
+                return self.run(caches, updates, write_indices)
+        for launch, pairs, slices in self.parts:
+            tensors = [t for pair in pairs for t in (caches[pair], updates[pair])]
+            for dim, i in slices:
+                tensors = [t.select(dim, i) for t in tensors]
+            if len(pairs) == 1:
+                tensors *= 2  # in place of a value cache that is not there
+            tensors.append(caches[0] if write_indices is None else write_indices)
+            launch(index, *map(_copyable, tensors))
+
+
+def _copyable(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype in _COPIED else tensor.view(_copied_as(tensor.dtype))
+
+
+def _copied_as(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in _COPIED else _INTEGER_OF_SIZE[dtype.itemsize]
+
+
 def tensor_scatter(
-    past_cache: torch.Tensor,
-    update: torch.Tensor,
-    write_indices: torch.Tensor | None = None,
+    past_cache: Tensor,
+    update: Tensor,
+    write_indices: Tensor | None = None,
     *,
     axis: int = -2,
     circular: bool = False,
@@ -72,59 +130,132 @@ def tensor_scatter(
             negative index drops its row.
 
     Shapes and dtypes are taken to be right: the operator checks them.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured and the kernel has not been loaded.
     """
-    _scatter(((past_cache, update),), write_indices, axis, circular)
+    _write((past_cache,), (update,), write_indices, axis, circular)
 
 
 def kv_scatter(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    write_indices: torch.Tensor | None = None,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    write_indices: Tensor | None = None,
     *,
     axis: int = -2,
     circular: bool = False,
 ) -> None:
     """Writes both caches as `tensor_scatter` does, in one launch; D and Dv may differ."""
-    _scatter(((key_cache, key), (value_cache, value)), write_indices, axis, circular)
+    _write((key_cache, value_cache), (key, value), write_indices, axis, circular)
 
 
-def _scatter(
-    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...],
-    write_indices: torch.Tensor | None,
+def _write(
+    caches: tuple[Tensor, ...],
+    updates: tuple[Tensor, ...],
+    write_indices: Tensor | None,
     axis: int,
     circular: bool,
 ) -> None:
-    layouts = tuple((c.shape, c.stride(), u.shape, u.stride()) for c, u in pairs)
-    index_stride = None if write_indices is None else write_indices.stride(0)
-    plan = scatter_plan(layouts, index_stride, axis, circular)
-    if plan is not None:
-        if plan.grid[0]:
-            _launch(plan, pairs, write_indices, axis)
-    elif len(pairs) == 2:
-        for pair in pairs:
-            _scatter((pair,), write_indices, axis, circular)
-    else:
-        _scatter_slices(*pairs[0], write_indices, axis, circular)
-
-
-def _scatter_slices(
-    cache: torch.Tensor,
-    update: torch.Tensor,
-    write_indices: torch.Tensor | None,
-    axis: int,
-    circular: bool,
-) -> None:
-    """Launches once per index of one dimension: for layouts that do not fold into four."""
-    axis %= cache.dim()
-    dim = next(i for i in range(1, cache.dim()) if i != axis and update.shape[i] != 1)
-    for i in range(update.shape[dim]):
-        pair = (cache.select(dim, i), update.select(dim, i))
-        _scatter((pair,), write_indices, axis - (dim < axis), circular)
+    write = plan_scatter(
+        tuple(map(tensor_facts, caches)),
+        tuple(map(tensor_facts, updates)),
+        None if write_indices is None else tensor_facts(write_indices),
+        device_facts(caches[0].device),
+        axis=axis,
+        circular=circular,
+    )
+    if not write.is_compiled() and is_capturing(write.device):
+        raise RuntimeError(
+            "a CUDA graph is being captured and the kernel of this cache write is not loaded: "
+            "write once with these shapes before the capture"
+        )
+    write.run(caches, updates, write_indices)
 
 
 @functools.lru_cache(maxsize=512)
+def plan_scatter(
+    caches: tuple[TensorFacts, ...],
+    updates: tuple[TensorFacts, ...],
+    indices: TensorFacts | None,
+    device: DeviceFacts,
+    *,
+    axis: int,
+    circular: bool,
+) -> ScatterWrite:
+    """The write of one or two updates into their caches: one launch, where the layouts fold.
+
+    Element sizes are 1, 2, 4 or 8 bytes. Reads no tensor and launches nothing.
+    """
+    pairs = tuple(zip(caches, updates, strict=True))
+    return ScatterWrite(device, _parts(pairs, (0, 1)[: len(pairs)], (), indices, axis, circular))
+
+
+_Pairs = tuple[tuple[TensorFacts, TensorFacts], ...]
+
+
+def _parts(
+    pairs: _Pairs,
+    numbers: tuple[int, ...],
+    slices: tuple[tuple[int, int], ...],
+    indices: TensorFacts | None,
+    axis: int,
+    circular: bool,
+) -> list[_Part]:
+    layouts = tuple((c.shape, c.stride, u.shape, u.stride) for c, u in pairs)
+    plan = scatter_plan(layouts, None if indices is None else indices.stride[0], axis, circular)
+    if plan is not None:
+        return [_Part(_launch(plan, pairs, indices), numbers, slices)] if plan.grid[0] else []
+    if len(pairs) == 2:
+        one_by_one = zip(pairs, numbers, strict=True)
+        halves = [_parts((p,), (n,), slices, indices, axis, circular) for p, n in one_by_one]
+        return halves[0] + halves[1]
+    # One launch for each index of one dimension.
+    ((cache, update),) = pairs
+    axis %= len(cache.shape)
+    dim = next(i for i in range(1, len(cache.shape)) if i != axis and update.shape[i] != 1)
+    parts = []
+    for i in range(update.shape[dim]):
+        pair = (_select(cache, dim, i), _select(update, dim, i))
+        inner_axis = axis - (dim < axis)
+        parts += _parts((pair,), numbers, (*slices, (dim, i)), indices, inner_axis, circular)
+    return parts
+
+
+def _select(facts: TensorFacts, dim: int, i: int) -> TensorFacts:
+    """Facts of `tensor.select(dim, i)`."""
+
+    def without(values: tuple[int, ...]) -> tuple[int, ...]:
+        return values[:dim] + values[dim + 1 :]
+
+    aligned = facts.aligned and i * facts.stride[dim] * facts.dtype.itemsize % 16 == 0
+    return TensorFacts(without(facts.shape), without(facts.stride), facts.dtype, aligned)
+
+
+def _launch(plan: ScatterPlan, pairs: _Pairs, indices: TensorFacts | None) -> Launch:
+    from csrc_free_ops.cache.kernels import scatter_kernel
+    from csrc_free_ops.decode.launch import Launch
+
+    (key_cache, key), (value_cache, value) = pairs[0], pairs[-1]
+    tensors = (key_cache, key, value_cache, value, indices or pairs[0][0])
+    names = scatter_kernel.arg_names
+    return Launch(
+        scatter_kernel,
+        grid=(plan.grid[0], 1, 1),
+        pointers={n: (_copied_as(t.dtype), t.aligned) for n, t in zip(names, tensors)},
+        scalars=dict(zip(names[len(tensors) :], (plan.index_stride, *plan.integers))),
+        constants=dict(
+            ROWS=plan.rows,
+            BLOCK_D=plan.block_d,
+            CIRCULAR=plan.circular,
+            HAS_INDICES=plan.has_indices,
+            HAS_VALUE=plan.has_value,
+        ),
+        options=dict(num_warps=4),
+    )
+
+
 def scatter_plan(
     layouts: tuple[tuple[tuple[int, ...], ...], ...],
     index_stride: int | None,
@@ -158,7 +289,6 @@ def scatter_plan(
         circular=circular,
         has_indices=index_stride is not None,
         has_value=len(layouts) == 2,
-        launched=set(),
     )
 
 
@@ -212,119 +342,3 @@ def _folded(
 
 def _next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
-
-
-def _launch(
-    plan: ScatterPlan,
-    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...],
-    write_indices: torch.Tensor | None,
-    axis: int,
-) -> None:
-    device = pairs[0][0].device
-    tensors: list[torch.Tensor | None] = [_copyable(t) for pair in pairs for t in pair]
-    if len(pairs) == 1:
-        tensors += (None, None)
-    tensors.append(write_indices)
-    loaded = (device.index, *((t.dtype, t.data_ptr() % 16 == 0) for t in tensors if t is not None))
-    if loaded not in plan.launched and _captures(device):
-        _write_without_the_kernel(pairs, write_indices, axis, plan.circular)
-        return
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on the current device
-            _run(plan, tensors)
-    else:
-        _run(plan, tensors)
-    plan.launched.add(loaded)
-
-
-def _captures(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def _write_without_the_kernel(
-    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...],
-    write_indices: torch.Tensor | None,
-    axis: int,
-    circular: bool,
-) -> None:
-    """Captures the reference: loading a kernel inside a capture could invalidate it."""
-    from csrc_free_ops.reference import tensor_scatter as write
-
-    warnings.warn(
-        "a cache write was captured before its kernel was loaded, so that the graph holds several"
-        " slower kernels: call it once with these shapes before the capture",
-        stacklevel=2,
-    )
-    for cache, update in pairs:
-        write(cache, update, write_indices, axis=axis, circular=circular)
-
-
-def _run(plan: ScatterPlan, tensors: list[torch.Tensor | None]) -> None:
-    _kernel()[plan.grid](
-        *tensors,
-        plan.index_stride,
-        *plan.integers,
-        **_constants(plan),
-    )
-
-
-def _constants(plan: ScatterPlan) -> dict[str, Any]:
-    return {
-        "ROWS": plan.rows,
-        "BLOCK_D": plan.block_d,
-        "CIRCULAR": plan.circular,
-        "HAS_INDICES": plan.has_indices,
-        "HAS_VALUE": plan.has_value,
-    }
-
-
-def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype in _TRITON_TYPES:
-        return tensor
-    return tensor.view(_INTEGER_OF_SIZE[tensor.element_size()])
-
-
-@functools.cache
-def _kernel() -> Any:
-    from csrc_free_ops.cache.kernels import scatter_kernel
-
-    return scatter_kernel
-
-
-def compile_for(plan: ScatterPlan, dtype: torch.dtype, target: Any) -> Any:
-    """The kernel of `plan`, compiled for a Triton `GPUTarget`; the GPU need not be there.
-
-    Tensors are of `dtype` and 16-byte aligned, indices int32.
-    """
-    import triton
-
-    kernel = _kernel()
-    values: dict[str, Any] = dict(
-        key_cache=dtype,
-        key=dtype,
-        value_cache=dtype if plan.has_value else None,
-        value=dtype if plan.has_value else None,
-        write_indices=torch.int32 if plan.has_indices else None,
-        index_stride=plan.index_stride,
-    )
-    values.update(zip(kernel.arg_names[len(values) :], plan.integers, strict=False))
-    fixed = _constants(plan)
-    values.update(fixed)
-    unspecialized = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for position, (name, value) in enumerate(values.items()):
-        specialized = name not in unspecialized
-        if isinstance(value, torch.dtype):
-            signature[name] = "*" + _TRITON_TYPES[value]
-            attributes[(position,)] = [["tt.divisibility", 16]]
-        elif name in fixed or value is None or (specialized and value == 1):
-            signature[name] = "constexpr"
-            constants[(position,)] = value
-        else:
-            signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if specialized and value % 16 == 0:
-                attributes[(position,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=target)

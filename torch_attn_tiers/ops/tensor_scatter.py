@@ -15,9 +15,12 @@ Scalars (keyword)
     over physical positions have no meaning.
 Errors
     ValueError, TypeError: an argument breaks a rule above. RuntimeError: an input requires grad.
+    ColdCaptureError: a CUDA graph is being captured and the kernel has not been built; call it
+    once before, or :func:`torch_attn_tiers.prepare`.
 
-Keep K and V in allocations of their own: two halves of one allocation, written in a compiled graph,
-make PyTorch clone the whole storage at each step.
+An update must not overlap its cache in memory: their spans, from the first to the last element,
+are disjoint. Keep K and V in allocations of their own: two halves of one allocation, written in a
+compiled graph, make PyTorch clone the whole storage at each step.
 
 Example:
     >>> import torch, torch_attn_tiers
@@ -29,27 +32,35 @@ Example:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
-from typing import Any
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from csrc_free_ops import reference
-from csrc_free_ops.facts import device_facts
-from torch_attn_tiers.dispatch import is_capturing
+from csrc_free_ops.facts import DeviceFacts, TensorFacts, device_facts, tensor_facts
+from torch_attn_tiers.dispatch import (
+    Explanation,
+    TierVerdict,
+    build_failure,
+    define_call,
+    facts_for,
+    is_capturing,
+)
+from torch_attn_tiers.errors import ColdCaptureError
 from torch_attn_tiers.ops.checks import layout, require, require_same_device, require_type, shape_of
 from torch_attn_tiers.ops.registration import define, forbid_grad, mark_written
 from torch_attn_tiers.options import current
-from torch_attn_tiers.problem import dtype_name
+from torch_attn_tiers.problem import Problem, dtype_name
+
+log = logging.getLogger("torch_attn_tiers")
 
 _MODES = ("linear", "circular")
-
-#: Flat keys of legal calls, which need not be checked again.
-_legal: set[tuple[Any, ...]] = set()
-_MAX_LEGAL = 4096
 
 
 # ---------------------------------------------------------------------------------------------
@@ -139,22 +150,222 @@ def _check_scales(op: str, k_scale: Tensor | None, v_scale: Tensor | None) -> No
 
 
 def _check_values(
-    op: str, cache: Tensor, update: Tensor, write_indices: Tensor | None, axis: int, write_mode: str
+    op: str, pairs: _Pairs, write_indices: Tensor | None, axis: int, write_mode: str
 ) -> None:
-    """Under the ``check`` option: raise for an index that would lose part of the update."""
+    """Under the ``check`` option: raise for what would lose part of an update."""
+    for cache_name, cache, update_name, update in pairs:
+        require(
+            not _overlap(cache, update),
+            f"{op}: {update_name} overlaps {cache_name} in memory, and is read while that is "
+            "written: pass a copy",
+        )
     if (
         write_indices is None
         or write_mode == "circular"
-        or is_capturing(device_facts(cache.device))
+        or is_capturing(device_facts(write_indices.device))
     ):
         return
-    last = cache.shape[axis] - update.shape[axis]
+    _, cache, _, update = pairs[0]
+    length = update.shape[axis]
+    last = min(cache.shape[axis] for _, cache, _, _ in pairs) - length
     if (write_indices > last).any():
         raise ValueError(
-            f"{op}: write_indices is {write_indices.tolist()}; with {update.shape[axis]} new "
-            f"positions in a cache of {cache.shape[axis]} an index must be at most {last} "
+            f"{op}: write_indices is {write_indices.tolist()}; with {length} new "
+            f"positions in a cache of {last + length} an index must be at most {last} "
             "(a negative one skips its row)"
         )
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the spans of memory from first to last element have a byte in common."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    (a_begin, a_end), (b_begin, b_end) = map(_span, (a, b))
+    return a_begin < b_end and b_begin < a_end
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    begin = tensor.data_ptr()
+    return begin, begin + elements * tensor.element_size()
+
+
+# ---------------------------------------------------------------------------------------------
+# Which implementation writes
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteProblem(Problem):
+    """One checked cache write: all that its kernel depends on."""
+
+    caches: tuple[TensorFacts, ...]
+    updates: tuple[TensorFacts, ...]
+    indices: TensorFacts | None
+    axis: int
+    circular: bool
+
+    def describe(self) -> str:
+        """The problem on one line."""
+        words = [self.call, f"axis={self.axis}"]
+        for cache, update in zip(self.caches, self.updates):
+            words.append(f"{dtype_name(cache.dtype)} {shape_of(update.shape)}")
+            words.append(f"into {shape_of(cache.shape)}")
+        if self.indices is not None:
+            words.append(f"write_indices={dtype_name(self.indices.dtype)}")
+        if self.circular:
+            words.append("circular")
+        return " ".join(words) + f" on {self.device}"
+
+
+class _Write(Protocol):
+    """Writes ``updates`` into ``caches``."""
+
+    def is_compiled(self) -> bool: ...
+    def compile(self) -> None: ...
+    def run(
+        self, caches: Sequence[Tensor], updates: Sequence[Tensor], write_indices: Tensor | None
+    ) -> None: ...
+
+
+class _ReferenceWrite:
+    """The write in plain PyTorch, of several kernels."""
+
+    def __init__(self, axis: int, circular: bool) -> None:
+        self.scalars: dict[str, Any] = dict(axis=axis, circular=circular)
+
+    def is_compiled(self) -> bool:
+        return True
+
+    def compile(self) -> None:
+        pass
+
+    def run(
+        self, caches: Sequence[Tensor], updates: Sequence[Tensor], write_indices: Tensor | None
+    ) -> None:
+        for cache, update in zip(caches, updates):
+            reference.tensor_scatter(cache, update, write_indices, **self.scalars)
+
+
+#: By flat key, writes whose arguments are checked and whose kernels are loaded.
+_writes: dict[tuple[Any, ...], _Write] = {}
+_MAX_WRITES = 4096
+#: Kernels that could not be built, and why. The reference writes in their place.
+_unfit: dict[WriteProblem, str] = {}
+
+_Pairs = tuple[tuple[str, Tensor, str, Tensor], ...]
+
+
+def _problem(
+    op: str,
+    pairs: _Pairs,
+    write_indices: Tensor | None,
+    axis: int,
+    write_mode: str,
+    facts: DeviceFacts | None = None,
+) -> WriteProblem:
+    """The problem of a call, checked; ``facts`` replace its device."""
+    _check(op, pairs, write_indices, axis, write_mode)
+    device = facts_for(pairs[0][1], facts)
+    return WriteProblem(
+        op=op,
+        call=op,
+        device=device,
+        capturing=is_capturing(device),
+        caches=tuple(tensor_facts(cache) for _, cache, _, _ in pairs),
+        updates=tuple(tensor_facts(update) for _, _, _, update in pairs),
+        indices=None if write_indices is None else tensor_facts(write_indices),
+        axis=axis % pairs[0][1].dim(),
+        circular=write_mode == "circular",
+    )
+
+
+def _against_triton(problem: WriteProblem) -> list[str]:
+    """Why the Triton kernel cannot write this."""
+    reasons = []
+    if problem.device.type != "cuda":
+        reasons.append(f"runs on CUDA devices, not on {problem.device.type}")
+    elif not problem.device.arch.startswith("sm_"):
+        reasons.append("not run on AMD GPUs yet")
+    if not _triton_is_installed():
+        reasons.append("the package triton is not installed")
+    widest = max((cache.dtype for cache in problem.caches), key=lambda dtype: dtype.itemsize)
+    if widest.itemsize > 8:
+        reasons.append(f"copies elements of at most 8 bytes, not {dtype_name(widest)}")
+    if problem in _unfit:
+        reasons.append(_unfit[problem])
+    return reasons
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _plan(problem: WriteProblem) -> _Write:
+    """The write that runs, not compiled yet."""
+    if _against_triton(problem):
+        return _ReferenceWrite(problem.axis, problem.circular)
+    from csrc_free_ops.cache import plan_scatter
+
+    return plan_scatter(
+        problem.caches,
+        problem.updates,
+        problem.indices,
+        problem.device,
+        axis=problem.axis,
+        circular=problem.circular,
+    )
+
+
+def _compiled(problem: WriteProblem) -> tuple[_Write, bool]:
+    """The write that runs, ready to, and whether equal calls may take it too."""
+    write = _plan(problem)
+    if write.is_compiled():
+        write.compile()  # takes the loaded kernels
+        return write, True
+    if problem.capturing:
+        raise ColdCaptureError(_cold(problem))
+    try:
+        write.compile()
+        return write, True
+    except Exception as error:
+        lasting = build_failure(error)
+        reason = f"its build failed: {type(error).__name__}: {error}"
+        log.warning("%s: %s (%s)", problem.call, reason, problem.describe(), exc_info=error)
+        if lasting:
+            if len(_unfit) >= _MAX_WRITES:
+                _unfit.clear()
+            _unfit[problem] = reason
+        return _ReferenceWrite(problem.axis, problem.circular), lasting
+
+
+def _cold(problem: WriteProblem) -> str:
+    return (
+        f"{problem.call}: a CUDA graph is being captured and the kernel of this write is not "
+        "built; building it now would break the capture.\n"
+        f"Before the capture, call torch_attn_tiers.prepare({problem.call!r}, ...) with the "
+        "arguments of this call, or run the call once.\n"
+        f"Problem: {problem.describe()}"
+    )
+
+
+def _explain(problem: WriteProblem) -> Explanation:
+    """The two implementations' verdicts. They are no tiers: nothing forces or disables one."""
+    reasons = tuple(_against_triton(problem))
+    is_ready = not reasons and _plan(problem).is_compiled()
+    is_cold = problem.capturing and not reasons and not is_ready
+    verdicts = [
+        TierVerdict("triton", not reasons, reasons, is_ready, not reasons and not is_cold),
+        TierVerdict("reference", True, (), True, bool(reasons)),
+    ]
+    error = f"ColdCaptureError: {_cold(problem).splitlines()[0]}" if is_cold else None
+    return Explanation(problem, verdicts, len(_writes), 0, error)
+
+
+def _prepare(problem: WriteProblem) -> None:
+    _unfit.pop(problem, None)
+    _compiled(problem)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -173,13 +384,11 @@ def _tensor_scatter(
     forbid_grad("tensor_scatter_", past_cache, update)
     tensors = (past_cache, update, write_indices)
     flat = (past_cache.device, *map(layout, tensors), axis, write_mode)
-    if flat not in _legal:
-        _tensor_scatter_fake(*tensors, axis=axis, write_mode=write_mode)
-        _remember(flat)
-    if current().check:
-        _check_values("tensor_scatter_", past_cache, update, write_indices, axis, write_mode)
-    scatter = _implementations(past_cache.device.type, past_cache.itemsize)[0]
-    scatter(past_cache, update, write_indices, axis=axis, circular=write_mode == "circular")
+    write = _writes.get(flat)
+    if write is None or current().check:
+        pairs = (("past_cache", past_cache, "update", update),)
+        write = _checked("tensor_scatter_", flat, pairs, write_indices, axis, write_mode)
+    write.run((past_cache,), (update,), write_indices)
     mark_written(past_cache)
 
 
@@ -199,33 +408,69 @@ def _kv_scatter(
     caches, updates = (key_cache, value_cache), (key, value)
     tensors = (*caches, *updates, write_indices, k_scale, v_scale)
     flat = (key_cache.device, *map(layout, tensors), axis, write_mode)
-    if flat not in _legal:
-        _kv_scatter_fake(*tensors, axis=axis, write_mode=write_mode)
-        _remember(flat)
-    if current().check:
-        for cache, update in zip(caches, updates):
-            _check_values("kv_scatter_", cache, update, write_indices, axis, write_mode)
-    scatter = _implementations(key_cache.device.type, key_cache.itemsize)[1]
-    scatter(*caches, *updates, write_indices, axis=axis, circular=write_mode == "circular")
+    write = _writes.get(flat)
+    if write is None or current().check:
+        _check_scales("kv_scatter_", k_scale, v_scale)
+        pairs = _kv_pairs(key_cache, value_cache, key, value)
+        write = _checked("kv_scatter_", flat, pairs, write_indices, axis, write_mode)
+    write.run(caches, updates, write_indices)
     mark_written(*caches)
 
 
-def _remember(flat: tuple[Any, ...]) -> None:
-    if len(_legal) >= _MAX_LEGAL:
-        _legal.clear()
-    _legal.add(flat)
+def _kv_pairs(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor) -> _Pairs:
+    return ("key_cache", key_cache, "key", key), ("value_cache", value_cache, "value", value)
 
 
-@functools.cache
-def _implementations(
-    device_type: str, itemsize: int
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    """``tensor_scatter`` and ``kv_scatter``: in Triton on a GPU, else in plain PyTorch."""
-    if device_type == "cuda" and itemsize <= 8 and importlib.util.find_spec("triton") is not None:
-        from csrc_free_ops import cache
+def _checked(
+    op: str,
+    flat: tuple[Any, ...],
+    pairs: _Pairs,
+    write_indices: Tensor | None,
+    axis: int,
+    write_mode: str,
+) -> _Write:
+    """The write of a call that is not known yet, or whose values are to be checked."""
+    write = _writes.get(flat)
+    if write is None:
+        write, lasting = _compiled(_problem(op, pairs, write_indices, axis, write_mode))
+        if lasting:
+            if len(_writes) >= _MAX_WRITES:
+                _writes.clear()
+            _writes[flat] = write
+    if current().check:
+        _check_values(op, pairs, write_indices, axis, write_mode)
+    return write
 
-        return cache.tensor_scatter, cache.kv_scatter
-    return reference.tensor_scatter, reference.kv_scatter
+
+def _tensor_scatter_problem(
+    past_cache: Tensor,
+    update: Tensor,
+    write_indices: Tensor | None,
+    *,
+    facts: DeviceFacts | None,
+    axis: int = -2,
+    write_mode: str = "linear",
+) -> WriteProblem:
+    pairs = (("past_cache", past_cache, "update", update),)
+    return _problem("tensor_scatter_", pairs, write_indices, axis, write_mode, facts)
+
+
+def _kv_scatter_problem(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    write_indices: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    facts: DeviceFacts | None,
+    axis: int = -2,
+    write_mode: str = "linear",
+) -> WriteProblem:
+    _check_scales("kv_scatter_", k_scale, v_scale)
+    pairs = _kv_pairs(key_cache, value_cache, key, value)
+    return _problem("kv_scatter_", pairs, write_indices, axis, write_mode, facts)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -260,7 +505,7 @@ def _kv_scatter_fake(
 ) -> None:
     forbid_grad("kv_scatter_", key_cache, value_cache, key, value)
     _check_scales("kv_scatter_", k_scale, v_scale)
-    pairs = (("key_cache", key_cache, "key", key), ("value_cache", value_cache, "value", value))
+    pairs = _kv_pairs(key_cache, value_cache, key, value)
     _check("kv_scatter_", pairs, write_indices, axis, write_mode)
 
 
@@ -281,3 +526,5 @@ define(
     _kv_scatter_fake,
     mutates=("key_cache", "value_cache"),
 )
+define_call("tensor_scatter_", _tensor_scatter_problem, explain=_explain, prepare=_prepare)
+define_call("kv_scatter_", _kv_scatter_problem, explain=_explain, prepare=_prepare)
