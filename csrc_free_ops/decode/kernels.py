@@ -103,6 +103,15 @@ def _tanh(x):
 
 
 @triton.jit
+def _to_float32(x):
+    """Float32 values; of float64, finite ones stay finite."""
+    if x.dtype == tl.float64:
+        finite = tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
+        x = tl.where(tl.abs(x) == float("inf"), x, finite)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def _exp(x, NATURAL: tl.constexpr):
     """exp of logits in natural units, or of logits already multiplied by log2(e)."""
     if NATURAL:
@@ -520,8 +529,8 @@ def split_kv_kernel(
             mask_base = _base(b, h * group, mask_stride_b, mask_stride_h) + wide_t * mask_stride_t
             given = tl.load(mask_ptrs + mask_base, mask=ok, other=0)
             if HAS_BIAS:
-                bias = given.to(tl.float32)
-                ok = ok & (bias != float("-inf"))
+                ok = ok & (given != float("-inf"))
+                bias = _to_float32(given)
                 s = s + bias
             else:
                 ok = ok & (given != 0)

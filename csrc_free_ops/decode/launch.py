@@ -17,6 +17,7 @@ from csrc_free_ops.facts import DeviceFacts, TensorFacts
 
 MAX_HEAD_DIM = 256
 MAX_BATCH = 8192  # every program adds up the lengths of the whole batch
+MAX_KEYS = 2**30  # positions and window bounds are 32-bit in the kernel
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MASK_DTYPES = (
     torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -56,8 +57,9 @@ def default_config(
 ) -> SplitKVConfig:
     """The tile shape for ``rows`` query rows per KV head and ``capacity`` keys.
 
-    The preferences were measured on an H200 (benchmarks/results/split_kv_configs_h200.json); the
-    first that fits the device's shared memory is taken, or else the smallest shape there is.
+    The preferences were measured on an H200 (``benchmarks/split_kv_configs.py``; what was learned
+    is in docs/performance/notes.md); the first that fits the device's shared memory is taken, or
+    else the smallest shape there is.
 
     Args:
         rows: heads in a group times query length.
@@ -97,11 +99,11 @@ def _preferences(
         return [SplitKVConfig(block_m, keys, 4 if block_m * widest <= 4096 else 8, 2, 2)]
     if tasks is None:
         return [full_precision if itemsize == 4 else light]
-    one_tile = []
-    if capacity <= 2 * keys:  # in 16 bits one tile holds all of them, and nothing is merged
-        one_tile = [SplitKVConfig(block_m, 2 * keys if itemsize == 2 else keys, 4, 2, 1)]
     if itemsize == 4:
-        return [*one_tile, full_precision]
+        return [full_precision]
+    one_tile = []
+    if capacity <= 2 * keys:  # nothing to merge
+        one_tile = [SplitKVConfig(block_m, keys if capacity <= keys else 2 * keys, 4, 2, 1)]
     if tasks * capacity <= _SMALL:
         return [*one_tile, light._replace(programs_per_multiprocessor=1)]
     if 48 <= tasks < 96 and widest < 256:
@@ -149,6 +151,7 @@ def unsupported(
     device: DeviceFacts,
     *,
     mask: TensorFacts | None = None,
+    batch_invariant: bool = False,
     **_: Any,
 ) -> str | None:
     """Why the kernel cannot take a legal problem, in words; None if it can.
@@ -162,19 +165,25 @@ def unsupported(
     for name, facts in (("query", query), ("key", key), ("value", value)):
         if facts.shape[3] > 1 and facts.stride[3] != 1:
             return f"the last dimension of {name} has stride {facts.stride[3]}, not 1"
-        if min(facts.stride) < 0:
-            return f"{name} has a negative stride"
     if batch > MAX_BATCH:
         return f"batch {batch} exceeds {MAX_BATCH}"
     rows = q_heads // max(kv_heads, 1) * q_len
     if batch * kv_heads * _cdiv(max(rows, 1), 16) * (_cdiv(capacity, 16) + 1) > _INT32_MAX:
         return "more than 2^31 tiles of work"
+    if capacity + q_len > MAX_KEYS:
+        return f"{capacity} keys and {q_len} query rows exceed {MAX_KEYS} positions"
     if mask is not None and mask.dtype not in MASK_DTYPES:
         return f"attn_mask dtype {mask.dtype}"
     itemsize = query.dtype.itemsize
     config = default_config(rows, d, dv, itemsize, device, tasks=None, capacity=capacity)
     if shared_memory_bound(config, d, dv, itemsize) > device.shared_memory:
         return f"needs more than the {device.shared_memory} bytes of shared memory of {device.arch}"
+    if batch_invariant and rows <= 64:
+        parts = (
+            batch * kv_heads * _cdiv(rows, config.block_m) * _cdiv(capacity, _INVARIANT_SPLIT_KEYS)
+        )
+        if parts * min(_pow2(rows), config.block_m) * (_block(dv) + 2) > _INT32_MAX:
+            return "batch_invariant would need more than 2^31 elements of scratch"
     return None
 
 

@@ -12,6 +12,8 @@ import threading
 
 import torch
 
+from csrc_free_ops.facts import device_facts, is_capturing
+
 COUNTERS_PER_CHUNK = 1 << 20  # 4 MiB
 COUNTERS_PER_STREAM = 1024  # at least, so that a stream seldom has to be given a larger piece
 
@@ -25,15 +27,21 @@ class CounterArena:
         self._rest: torch.Tensor | None = None
         self._by_stream: dict[int, torch.Tensor] = {}
         self._captured: list[torch.Tensor] = []
+        self._released: list[torch.Tensor] = []
+        # Never freed: a launch or a graph may still use what nobody holds a piece of any more.
+        self._chunks: list[torch.Tensor] = []
 
     def reserve(self, count: int) -> None:
         """Makes sure that the next ``count`` counters need no allocation.
 
-        Not for use inside a capture.
+        Inside a capture it does nothing: `for_captured_call` manages without.
         """
+        if is_capturing(device_facts(self._device)):
+            return
         with self._lock:
             if self._rest is None or self._rest.numel() < count:
                 self._rest = _zeros_outside_pools(max(2 * count, COUNTERS_PER_CHUNK), self._device)
+                self._chunks.append(self._rest)
 
     def for_stream(self, stream: int, count: int) -> torch.Tensor:
         """At least ``count`` zero counters that belong to ``stream``."""
@@ -49,17 +57,25 @@ class CounterArena:
     def for_captured_call(self, count: int) -> torch.Tensor:
         """At least ``count`` zero counters for one call in the capture under way."""
         with self._lock:
-            counters = self._carve(count)
-            if counters is not None:
-                self._captured.append(counters)
-                return counters
+            for index, counters in enumerate(self._released):
+                if counters.numel() >= count:
+                    self._captured.append(self._released.pop(index))
+                    return counters
+            carved = self._carve(count)
+            if carved is not None:
+                self._captured.append(carved)
+                return carved
         # The arena is used up, and a capture is no place to allocate outside the graph's pool: the
         # graph itself zeroes these.
         return torch.zeros(count, dtype=torch.int32, device=self._device)
 
     def release_captured(self) -> None:
-        """Forgets the pieces of captured calls. Their graphs must not run again."""
+        """Lets later captures have the counters of earlier ones.
+
+        The graphs of those must have finished and not run again; their counters are zero then.
+        """
         with self._lock:
+            self._released += self._captured
             self._captured.clear()
 
     def _carve(self, count: int) -> torch.Tensor | None:
@@ -113,9 +129,9 @@ def counter_arena(device_index: int) -> CounterArena:
 
 
 def release_captured_counters() -> None:
-    """Forgets the counters of captured calls on every device.
+    """Lets later captures have the counters of earlier ones, on every device.
 
-    The graphs that used them must not run again.
+    The graphs of those must have finished and not run again.
     """
     for arena in list(_ARENAS.values()):
         arena.release_captured()
