@@ -551,6 +551,17 @@ def lowest_float_beside_minus_infinity(m: Maker) -> Call:
 
 
 @case()
+def float64_mask_beyond_float32_neither_hides_nor_overflows(m: Maker) -> Call:
+    """Rows of nothing but the lowest value, one key raised beyond float32, one left beside -inf."""
+    mask = torch.zeros(2, 1, 2, m.T, dtype=torch.float64, device=m.device)
+    mask[0, 0, 0] = torch.finfo(torch.float64).min
+    mask[0, 0, 1, 3] = 1e39
+    mask[1, 0, 0] = MASKED
+    mask[1, 0, 0, 2] = -1e39
+    return Call({**m.qkv(Sq=2), "attn_mask": mask})
+
+
+@case()
 def lowest_float_in_a_mask_with_softcap_and_sinks(m: Maker) -> Call:
     mask = torch.full((1, 1, 1, m.T), torch.finfo(torch.float32).min, device=m.device)
     mask[..., 5] = 0.0
