@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch
 
 import torch_attn_tiers
 from tests.test_dispatch import Invented
-from torch_attn_tiers import ColdCaptureError, dispatch, explain, register_tier
+from torch_attn_tiers import ColdCaptureError, DeviceFacts, dispatch, explain, register_tier
+from torch_attn_tiers.tiers.decode import unfused
 
 decode = torch.ops.attn_tiers.decode
 
@@ -201,3 +203,29 @@ def test_explanation_counts_pinned_plans(fast: Invented) -> None:
     assert explanation.pinned_plans == before + 1
     assert f"plans held by captured graphs: {before + 1}" in str(explanation)
     assert torch_attn_tiers.release_captured_plans() == before + 1
+
+
+def test_unfused_is_ready_on_a_gpu_once_this_thread_has_built_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuBLAS makes its handle at the first product of a thread, which a capture forbids."""
+    made: list[int] = []
+    monkeypatch.setattr(unfused, "_thread", unfused._Thread())
+    monkeypatch.setattr(
+        unfused, "_warm_up", lambda index: (made.append(index), unfused._thread.devices.add(index))
+    )
+    args = [t.to("meta") for t in _qkv()]
+    problems = [
+        explain("decode", *args, device=DeviceFacts.of("sm_90", index)).problem for index in (0, 1)
+    ]
+    assert not unfused._ready(problems[0])
+    for _ in range(2):
+        unfused._build(problems[0])
+    assert made == [0]
+    assert unfused._ready(problems[0]) and not unfused._ready(problems[1])
+    assert unfused._ready(explain("decode", *_qkv()).problem)
+    elsewhere: list[bool] = []
+    thread = threading.Thread(target=lambda: elsewhere.append(unfused._ready(problems[0])))
+    thread.start()
+    thread.join()
+    assert elsewhere == [False]

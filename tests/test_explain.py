@@ -26,7 +26,7 @@ def test_explain_of_a_decode_step() -> None:
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
 -> flash    not built yet
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
-   unfused  ready""",
+   unfused  not built yet""",
     )
 
 
@@ -40,17 +40,17 @@ def test_explain_on_other_gpus_and_on_none() -> None:
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_120)
 -> flash    not built yet
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
-   unfused  ready
+   unfused  not built yet
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (gfx942)
    flash    no: not run on AMD GPUs yet: only when asked for by tier='flash'
    mea      no: needs an NVIDIA GPU of compute capability 8.0 or newer; cannot keep NaN in keys past nonpad_kv_seqlen out of the result
--> unfused  ready
+-> unfused  not built yet
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_75)
    flash    no: needs compute capability 8.0 or newer, the device has 7.5
    mea      no: needs an NVIDIA GPU of compute capability 8.0 or newer; cannot keep NaN in keys past nonpad_kv_seqlen out of the result
--> unfused  ready
+-> unfused  not built yet
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cpu
    flash    no: no CPU kernel: runs there by Triton's interpreter only (TRITON_INTERPRET=1)
@@ -70,7 +70,7 @@ def test_explain_of_a_problem_with_everything_on() -> None:
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=4 T=4096 D=128 Dv=64 mask=bfloat16 sinks causal softcap=30 batch_invariant on cuda:0 (sm_90)
 -> flash    not built yet
    mea      no: does not do softcap, sinks, batch_invariant
-   unfused  ready""",
+   unfused  not built yet""",
     )
 
 
@@ -87,17 +87,17 @@ def test_explain_of_scores_and_of_layouts_that_no_kernel_takes() -> None:
 decode.qk bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 qk_mode=3 on cuda:0 (sm_90)
    flash    no: does not write qk_matmul_output
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result; does not do qk_matmul_output
--> unfused  ready
+-> unfused  not built yet
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=512 Dv=512 lengths=int32 on cuda:0 (sm_90)
    flash    no: head sizes D=512, Dv=512 exceed 256
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
--> unfused  ready
+-> unfused  not built yet
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
    flash    no: the last dimension of key has stride 4096, not 1
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result; key is not dense in its last dimension with 16-byte aligned rows
--> unfused  ready""",
+-> unfused  not built yet""",
     )
 
 
@@ -116,7 +116,7 @@ decode float16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cpu
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
    flash    not built yet
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
-   unfused  ready
+   unfused  not built yet
 this call would raise TierNotEligibleError: decode: tier 'mea' was asked for and cannot run this call.""",
     )
 
@@ -130,7 +130,7 @@ def test_explain_of_a_disabled_tier() -> None:
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
    flash    no: disabled by ATTN_TIERS_DISABLE or options(disable=...)
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
--> unfused  ready""",
+-> unfused  not built yet""",
     )
 
 

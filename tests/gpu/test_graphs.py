@@ -119,7 +119,9 @@ def test_cold_capture_is_an_error_for_a_forced_tier(maker: MakeMaker) -> None:
     tensors = {**m.qkv(D=56, Dv=88), "nonpad_kv_seqlen": m.lengths([m.T, 3])}
     with pytest.raises((torch_attn_tiers.ColdCaptureError, ValueError), match="prepare"):
         _capture(Call(tensors, {"tier": "flash"}).run)
-    graph, y = _capture(Call(tensors, {"tier": "unfused"}).run)  # asked for, and needs no build
+    unfused = Call(tensors, {"tier": "unfused"})  # asked for, it is captured all the same
+    torch_attn_tiers.prepare(unfused.op(), *unfused.args(), **unfused.scalars)
+    graph, y = _capture(unfused.run)
     graph.replay()
     assert_close(y, Call(tensors).expected().y)
 
@@ -128,6 +130,7 @@ def test_a_problem_that_no_kernel_takes_is_captured_without_one(maker: MakeMaker
     """`unfused` does not stand in for a cold kernel, but here there is none that could run."""
     m = maker(torch.float64)
     call = Call({**m.qkv(), "nonpad_kv_seqlen": m.lengths([m.T, 3])})
+    torch_attn_tiers.prepare(call.op(), *call.args())
     graph, y = _capture(call.run)
     graph.replay()
     assert_close(y, call.expected().y)
@@ -168,6 +171,28 @@ def test_captured_plans_are_counted_and_released(maker: MakeMaker) -> None:
     del graph
     torch_attn_tiers.release_captured_plans()
     assert str(torch_attn_tiers.explain(call.op(), *call.args(), **call.scalars)) == text
+
+
+@pytest.mark.parametrize("name", ["tensor_scatter_", "kv_scatter_"])
+def test_cache_writes_are_captured_when_they_are_prepared(name: str, maker: MakeMaker) -> None:
+    m = maker()
+    pairs = 1 if name == "tensor_scatter_" else 2
+    caches = [m.normal(3, 2, 9, 72) for _ in range(pairs)]  # a head size that no other test writes
+    updates = [m.normal(3, 2, 2, 72) for _ in range(pairs)]
+    args = (*caches, *updates, m.integers([0, 8, -1]))
+    write = getattr(torch.ops.attn_tiers, name)
+    with pytest.raises(torch_attn_tiers.ColdCaptureError, match=r"prepare\("):
+        _capture(lambda: write(*args))
+    torch.cuda.synchronize()
+    meta = [t.to("meta") for t in args]
+    explanation = torch_attn_tiers.prepare(name, *meta, device="cuda")
+    assert explanation.chosen == "triton" and explanation.verdicts[0].ready
+    expected = [t.clone() for t in caches]
+    for cache, update in zip(expected, updates, strict=True):
+        cache[0, :, :2], cache[1, :, 8] = update[0], update[1, :, 0]
+    graph, _ = _capture(lambda: write(*args))
+    graph.replay()
+    assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
 
 
 # ------------------------------------------------------------------------------- side by side
