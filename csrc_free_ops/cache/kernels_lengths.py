@@ -23,9 +23,10 @@ def count_kernel(lengths, counts, batch, capacity, ROWS: tl.constexpr):
 def zero_kernel(
     lengths, counts, out, capacity, width, BLOCK: tl.constexpr, WRITE_COUNTS: tl.constexpr
 ):
-    """Grid: `(batch, cdiv(width, BLOCK))` programs; only those of empty rows write to `out`."""
-    row = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
+    """Grid: `batch * cdiv(width, BLOCK)` programs; only those of empty rows write to `out`."""
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
     count = _valid(lengths, row, capacity, True)
     if WRITE_COUNTS:
         tl.store(counts + row, count, mask=block == 0)

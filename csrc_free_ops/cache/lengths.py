@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from torch import Tensor
 from csrc_free_ops.facts import DeviceFacts
 
 if TYPE_CHECKING:
-    from csrc_free_ops.decode.launch import Launch
+    from csrc_free_ops.launch import Launch
 
 _BLOCK = 2048  # elements of an output row that one program zeroes
 _ROWS = 256  # lengths that one program counts
-MAX_WIDTH = 65535 * _BLOCK  # the second dimension of a grid
 
 
 @functools.cache
@@ -121,15 +120,16 @@ class RowGuard:
 
 def _count_launch(batch: int, capacity: int, lengths_dtype: torch.dtype) -> Launch:
     from csrc_free_ops.cache.kernels_lengths import count_kernel
-    from csrc_free_ops.decode.launch import Launch
+    from csrc_free_ops.launch import Launch
 
     return Launch(
         count_kernel,
-        grid=(-(-batch // _ROWS), 1, 1),
+        grid=-(-batch // _ROWS),
         pointers=dict(lengths=(lengths_dtype, False), counts=(torch.int32, True)),
         scalars=dict(batch=batch, capacity=capacity),
         constants=dict(ROWS=_ROWS),
-        options=_options(2),
+        options=dict(num_warps=2),
+        unspecialized=frozenset(("batch", "capacity")),
     )
 
 
@@ -142,11 +142,11 @@ def _zero_launch(
     write_counts: bool,
 ) -> Launch:
     from csrc_free_ops.cache.kernels_lengths import zero_kernel
-    from csrc_free_ops.decode.launch import Launch
+    from csrc_free_ops.launch import Launch
 
     return Launch(
         zero_kernel,
-        grid=(batch, -(-width // _BLOCK), 1),
+        grid=batch * -(-width // _BLOCK),
         pointers=dict(
             lengths=(lengths_dtype, not write_counts),  # the user's may begin anywhere
             counts=(torch.int32, True),
@@ -154,9 +154,6 @@ def _zero_launch(
         ),
         scalars=dict(capacity=capacity, width=width),
         constants=dict(BLOCK=_BLOCK, WRITE_COUNTS=write_counts),
-        options=_options(4),
+        options=dict(num_warps=4),
+        unspecialized=frozenset(("capacity",)),
     )
-
-
-def _options(num_warps: int) -> dict[str, Any]:
-    return dict(num_warps=num_warps)

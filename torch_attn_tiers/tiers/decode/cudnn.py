@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from csrc_free_ops.cache.lengths import MAX_WIDTH, RowGuard
+from csrc_free_ops.cache.lengths import RowGuard
 from torch_attn_tiers.errors import ColdCaptureError
 from torch_attn_tiers.problem import DecodeProblem
 from torch_attn_tiers.tier import Plan, Tier
@@ -56,8 +56,6 @@ def _head_sizes(problem: DecodeProblem) -> str | None:
             return (
                 f"{name} has head size {size}; it must be a multiple of 8, at most {_MAX_HEAD_SIZE}"
             )
-    if problem.Hq * problem.Dv > MAX_WIDTH:
-        return f"takes at most {MAX_WIDTH} elements in a row of the output"
     return None
 
 

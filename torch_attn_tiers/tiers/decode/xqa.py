@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from csrc_free_ops.cache.lengths import MAX_WIDTH, RowGuard
+from csrc_free_ops.cache.lengths import RowGuard
 from csrc_free_ops.facts import DeviceFacts, TensorFacts
 from torch_attn_tiers.problem import DecodeProblem, dtype_name
 from torch_attn_tiers.tier import Plan, Tier
@@ -143,8 +143,6 @@ def _words(numbers: tuple[int, ...]) -> str:
 def _grid(problem: DecodeProblem) -> str | None:
     if max(problem.B, problem.Hkv) > _MAX_GRID:
         return f"takes at most {_MAX_GRID} batch rows and KV heads"
-    if problem.Hq * problem.Dv > MAX_WIDTH:
-        return f"takes at most {MAX_WIDTH} elements in a row of the output"
     return None
 
 
@@ -323,7 +321,6 @@ class WorkingMemory:
         self.device = device
         self.where = torch.device(device.type, device.index)
         self._by_stream: dict[int, tuple[Tensor, Tensor]] = {}
-        self._outgrown: list[Tensor] = []  # a launch may still use them
         self._lock = threading.Lock()
         self._arena: Any = None
         if device.type == "cuda":
@@ -365,8 +362,6 @@ class WorkingMemory:
             else:
                 semaphores = torch.zeros(count, dtype=torch.int32)
             scratch = old[1] if old is not None else self._new_scratch()
-            if old is not None:
-                self._outgrown.append(old[0])
             pair = self._by_stream[stream] = (semaphores.view(torch.uint32), scratch)
             return pair
 
