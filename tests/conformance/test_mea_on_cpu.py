@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import torch_attn_tiers
-from csrc_free_ops.facts import DeviceFacts
+from tests import oracle
 from tests.conformance.calls import Maker, poisoned_memory
 from tests.conformance.cases import CASES, Case
 from tests.tolerances import assert_close
 
-H200 = DeviceFacts("cuda", 0, (9, 0), "sm_90", 132, 227 * 1024, 50 << 20, False)
+H200 = torch_attn_tiers.DeviceFacts.of("sm_90")
 mea = pytest.importorskip("torch_attn_tiers.tiers.decode.mea")
 
 
@@ -29,17 +29,22 @@ def _kernel(
     is_causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """Softmax attention with an additive bias and top-left causality; an empty row is NaN."""
+    """Softmax attention with an additive bias and top-left causality; an empty row is NaN.
+
+    With what PyTorch's kernel asserts of a bias, and in the layout that it returns.
+    """
     assert key.shape[:2] == query.shape[:2] == value.shape[:2], "K and V are not expanded"
     scores = scale * query @ key.transpose(-1, -2)
     if bias is not None:
         assert bias.dtype == query.dtype and bias.shape == scores.shape
-        assert bias.stride(-2) % 16 == 0 or bias.shape[-2] == 1, "the kernel needs aligned rows"
+        assert bias.stride(3) == 1
+        for size, stride in zip(bias.shape[:3], bias.stride()):
+            assert size == 1 or stride * bias.itemsize % 16 == 0, "it reads 16 bytes at a time"
         scores = scores + bias
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -math.inf)
-    return torch.softmax(scores, -1) @ value
+    return (torch.softmax(scores, -1) @ value).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _taken() -> list[Case]:
@@ -78,3 +83,17 @@ def test_mea_around_its_kernel_agrees_with_the_oracle(
         )  # fmt: skip
     assert y.is_contiguous()
     assert_close(y, expected.y)
+
+
+def test_keys_past_a_short_mask_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = Maker(torch.float32)
+    tensors = {**m.qkv(Sq=3), "attn_mask": torch.zeros(3, 5)}
+    expected = oracle.decode(**tensors).y
+    tensors["key"][:, :, 5:] = math.nan
+    tensors["value"][:, :, 5:] = math.inf
+    monkeypatch.setattr(mea, "_attention", _kernel)
+    problem = torch_attn_tiers.explain("decode", **tensors).problem
+    y = mea.TIER.build(problem)(
+        tensors["query"], tensors["key"], tensors["value"], None, tensors["attn_mask"], *[None] * 3
+    )
+    assert_close(y, expected)
