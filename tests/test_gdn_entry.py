@@ -149,7 +149,7 @@ def test_layout_is_judged_without_tokens_and_sequences() -> None:
             tokens = [t[:, :length] for t in TENSORS]
             call(*tokens, initial_state=STATE[:1], cu_seqlens=None, output_h=True)
     judged = [p for p in seen if p.h_layout == "compact"]
-    assert len(judged) == 4 and len(set(judged)) == 1
+    assert len(judged) == 1  # judged once for the model
     assert (judged[0].Hq, judged[0].Hv, judged[0].K, judged[0].V) == (2, 4, 8, 12)
 
 

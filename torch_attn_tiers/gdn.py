@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from operator import index
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from torch_attn_tiers import tier as registry
 from torch_attn_tiers.ops.gdn import OP, model_problem
-from torch_attn_tiers.options import current
+from torch_attn_tiers.options import Options, current
 
 _KERNEL_SUFFIX = f"_{OP}"
 
@@ -213,9 +214,24 @@ def _layout_of_model(
     qk_l2norm: bool,
 ) -> str:
     """The layout of h for a model: that of the tier flashinfer if it can take it."""
-    options = current()
-    problem = model_problem(device, dtype, state_dtype, h_dtype, (Hq, Hv, K, V), qk_l2norm)
+    return _judge(current(), device, dtype, state_dtype, h_dtype, (Hq, Hv, K, V), qk_l2norm)
+
+
+@functools.lru_cache(maxsize=1024)
+def _judge(
+    options: Options,
+    device: torch.device,
+    dtype: torch.dtype,
+    state_dtype: torch.dtype | None,
+    h_dtype: torch.dtype | None,
+    sizes: tuple[int, int, int, int],
+    qk_l2norm: bool,
+) -> str:
     for tier in registry.tiers_of(OP):
         if tier.name == "flashinfer" and (OP, tier.name) not in options.disable:
+            problem = model_problem(device, dtype, state_dtype, h_dtype, sizes, qk_l2norm)
             return "fla" if tier.reasons(problem) else "compact"
     return "fla"
+
+
+registry.on_change(_judge.cache_clear)

@@ -237,6 +237,8 @@ def _check_shapes(
 def _check_shape(
     op: str, name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str
 ) -> None:
+    if all(type(size) is int for size in (*tensor.shape, *expected)) and tensor.shape == expected:
+        return  # no symbols to be bound: a call over new lengths need not pay for the text
     text = f"{op}: {name} has shape {shape_of(tensor)}; it must be {shape_of(expected)}, {meaning}"
     require(tensor.dim() == len(expected), text)
     for size, wanted in zip(tensor.shape, expected):
