@@ -20,6 +20,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch_attn_tiers.cli.bench.report import best_sides, floor_ratio, number
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured yet"
 
@@ -33,32 +35,32 @@ _REGION = re.compile(
 def decode_table(result: dict[str, Any]) -> str:
     """`bench decode`: microseconds of every side beside the floor."""
     labels: dict[str, str] = result["peer_labels"]
-    measured = [name for name in labels if any(name in _best(row) for row in result["cases"])]
+    measured = [name for name in labels if any(name in best_sides(row) for row in result["cases"])]
     header = ["case", "B, Hq/Hkv, D, T", "valid KV", "floor", "ours", "tier", "ours / floor"]
     header += [labels[name] for name in measured] + ["ours / best peer", "faster than all"]
     rows = []
     for row in result["cases"]:
-        best = _best(row)
+        best = best_sides(row)
         cells = [
             f"`{row['case']}`",
             f"{row['batch']}, {row['q_heads']}/{row['kv_heads']}, {row['head_dim']},"
             f" {row['capacity']}",
             _bytes(row["valid_bytes"]),
-            _number(row["floor_us"], 1),
-            _number(row["our_us"], 1),
+            number(row["floor_us"], 1),
+            number(row["our_us"], 1),
             row["our_tier"] or "-",
-            _number(row["floor_ratio"], 2),
+            floor_ratio(row),
         ]
         for name in measured:
-            cell = _number(best.get(name), 1)
+            cell = number(best[name]["median_us"] if name in best else None, 1)
             cells.append(f"**{cell}**" if name == row["best_peer"] else cell)
-        cells += [_number(row["ratio"], 3), {True: "yes", False: "no"}.get(row["faster"], "-")]
+        cells += [number(row["ratio"], 3), {True: "yes", False: "no"}.get(row["faster"], "-")]
         rows.append(cells)
     text = [_table(header, rows), ""]
     text.append(
         f"Median microseconds of {result['repeats']} interleaved repeats; the best peer is bold."
         f" The floor is the time to copy the valid bytes at the measured"
-        f" {result['copy_tb_per_s']:.2f} TB/s."
+        f" {result['copy_tb_per_s']:.2f} TB/s; below 1 µs a ratio to it says nothing."
     )
     summary = result["summary"]
     if summary["rows_with_ratio"]:
@@ -76,7 +78,7 @@ def decode_table(result: dict[str, Any]) -> str:
 
 def boundary_table(result: dict[str, Any]) -> str:
     """benchmarks/boundary.py: host microseconds of one call through the operator boundary."""
-    rows = [[row["what"], _number(row["us"], 2)] for row in result["rows"]]
+    rows = [[row["what"], number(row["us"], 2)] for row in result["rows"]]
     return "\n".join([_table(["call", "µs"], rows), "", _provenance(result)])
 
 
@@ -98,25 +100,11 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def _best(row: dict[str, Any]) -> dict[str, float]:
-    """The lowest median of each peer that was right."""
-    best: dict[str, float] = {}
-    for side in row["sides"]:
-        if side["peer"] is not None and side["right"]:
-            name = side["peer"]
-            best[name] = min(best.get(name, side["median_us"]), side["median_us"])
-    return best
-
-
 def _table(header: list[str], rows: list[list[str]]) -> str:
     def line(cells: list[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _bytes(count: int) -> str:

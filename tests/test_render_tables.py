@@ -122,6 +122,13 @@ def test_decode_row_takes_each_peers_best_right_side(tables: ModuleType) -> None
     assert "Gaps: Peer B: wrong" in text
 
 
+def test_ratio_to_a_floor_below_a_microsecond_is_not_shown(tables: ModuleType) -> None:
+    result = decode_result()
+    assert "| 0.0 | 4.1 | flash | - |" in tables.decode_table(result)
+    result["cases"][0].update(floor_us=2.0, floor_ratio=2.05)
+    assert "| 2.0 | 4.1 | flash | 2.05 |" in tables.decode_table(result)
+
+
 def test_docs_pages_are_written_and_builds_are_not(tables: ModuleType, root: pathlib.Path) -> None:
     region = "<!-- table:decode_h200 -->\n<!-- /table:decode_h200 -->\n"
     (root / "docs" / "guide" / "speed.md").write_text(region)

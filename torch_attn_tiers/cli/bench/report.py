@@ -11,6 +11,8 @@ from rich.table import Table
 from torch_attn_tiers.cli.bench.peers import PEERS
 from torch_attn_tiers.cli.console import console, print_table
 
+_LEAST_FLOOR_US = 1.0
+
 
 def judge_case(row: dict[str, Any], copy_rate: float) -> None:
     """Adds floor, medians, the best peer and the ratio to one case's row.
@@ -52,6 +54,11 @@ def best_sides(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
         if name not in best or side["median_us"] < best[name]["median_us"]:
             best[name] = side
     return best
+
+
+def floor_ratio(row: dict[str, Any]) -> str:
+    """How many times the floor ours takes; a dash where the floor is far below one launch."""
+    return number(row["floor_ratio"], 2) if row["floor_us"] >= _LEAST_FLOOR_US else "-"
 
 
 def _why_missing(row: dict[str, Any], name: str) -> str:
@@ -124,16 +131,16 @@ def _our_table(result: dict[str, Any]) -> Table:
             row["case"],
             f"{row['valid_bytes'] / 1e6:.1f}",
             str(row["sets"]),
-            _number(row["floor_us"], 1),
-            _number(row["our_us"], 2),
+            number(row["floor_us"], 1),
+            number(row["our_us"], 2),
             row["our_tier"] or "-",
-            _number(row["floor_ratio"], 2),
-            _number(row["best_peer_us"], 2),
+            floor_ratio(row),
+            number(row["best_peer_us"], 2),
             row["best_peer"] or "-",
-            _number(row["ratio"], 3),
+            number(row["ratio"], 3),
             {True: "yes", False: "no", None: "-"}[row["faster"]],
-            _number(ours.get("host_us"), 1),
-            _number(ours.get("error"), 4),
+            number(ours.get("host_us"), 1),
+            number(ours.get("error"), 4),
         )
     return table
 
@@ -164,5 +171,6 @@ def _side_cell(side: dict[str, Any] | None) -> str:
     return f"{side['median_us']:.2f}{host} {variant}".strip()
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """A cell of a table; None is a dash."""
     return "-" if value is None else f"{value:.{digits}f}"
