@@ -76,5 +76,7 @@ tables-check: $(READY)
 gpu-test: $(READY)
 	$(PY) -m pytest -q tests/gpu --require-tiers flash,mea,unfused
 
+# $(VENV) only if it is one that this Makefile made.
 clean:
-	rm -rf .venv build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .ci/logs
+	if [ -n '$(strip $(VENV))' ] && [ -e '$(VENV)/.ready' ]; then rm -rf '$(VENV)'; fi
+	rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis .ci/logs

@@ -81,3 +81,16 @@ def test_unknown_device_is_refused() -> None:
 def test_cudnn_version_in_words() -> None:
     assert environment._cudnn(91900) == "9.19.0"
     assert environment._cudnn(None) is None
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--tiers", "auto,fast"], "--tiers: 'fast' is none of auto, "),
+        (["--repeats", "0"], "--repeats 0: it must be at least 1"),
+        (["--cases", "huge"], "--cases: 'huge' is none of"),
+    ],
+)
+def test_bench_refuses_what_it_cannot_measure(options: list[str], words: str) -> None:
+    with pytest.raises(SystemExit, match=words):
+        main(["bench", "decode", "--device", "cpu", *options])

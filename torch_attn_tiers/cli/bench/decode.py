@@ -25,6 +25,7 @@ from torch_attn_tiers.cli.bench.cases import CASES, QUICK_CASES, Case, Inputs, r
 from torch_attn_tiers.cli.bench.clock import Clock, Recording, clock_for
 from torch_attn_tiers.cli.bench.report import judge_case, print_report, summarize
 from torch_attn_tiers.cli.bench.sides import Side, our_side
+from torch_attn_tiers.tier import tier_names
 
 _REPEATS = 5
 _QUICK_REPEATS = 3
@@ -74,13 +75,18 @@ def run(args: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     cases = [CASES[name] for name in _names(args.cases, CASES, "--cases", _default_cases(args))]
     peers = _names(args.peers or None, peer_module.PEERS, "--peers", ())
-    repeats = args.repeats or (_QUICK_REPEATS if args.quick else _REPEATS)
+    repeats = args.repeats
+    if repeats is None:
+        repeats = _QUICK_REPEATS if args.quick else _REPEATS
+    if repeats < 1:
+        raise SystemExit(f"--repeats {repeats}: it must be at least 1")
+    known_tiers = dict.fromkeys(("auto", *tier_names("decode")))
     result = bench(
         cases,
         clock_for(device),
         device,
         peers=peers,
-        tiers=args.tiers.split(","),
+        tiers=_names(args.tiers, known_tiers, "--tiers", ()),
         layout=args.layout,
         repeats=repeats,
         host_times=not args.quick,
