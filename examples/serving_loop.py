@@ -316,7 +316,7 @@ def make_requests(count: int, capacity: int, vocabulary: int, seed: int = 0) -> 
     return requests
 
 
-def default_backend(device: str) -> str:
+def default_backend() -> str:
     """`inductor`, or `aot_eager` where Inductor lacks a C++ compiler or Python's headers."""
     compiler = shutil.which(os.environ.get("CXX") or ("g++" if sys.platform == "linux" else "c++"))
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
@@ -360,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--capacity", type=int, default=128, help="tokens that a slot can hold")
     parser.add_argument("--requests", type=int, default=12)
     parser.add_argument("--check", type=int, default=12, help="how many requests to check")
-    parser.add_argument("--backend", default=default_backend(device), help="of torch.compile")
+    parser.add_argument("--backend", default=default_backend(), help="of torch.compile")
     args = parser.parse_args(argv)
     if args.device == "cpu":
         torch.set_num_threads(1)  # this model is too small to be shared out

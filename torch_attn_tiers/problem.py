@@ -100,20 +100,6 @@ class DecodeProblem(Problem):
     def Dv(self) -> int:
         return self.value.shape[3]
 
-    @property
-    def mask_kind(self) -> str | None:
-        """ "bool", "additive" or None."""
-        if self.mask is None:
-            return None
-        return "bool" if self.mask.dtype is torch.bool else "additive"
-
-    @property
-    def offset_rule(self) -> str:
-        """Where query row 0 stands: "lengths" (n - Sq), "past" (P) or "none" (0)."""
-        if self.lengths_dtype is not None:
-            return "lengths"
-        return "past" if self.past_len else "none"
-
     def describe(self) -> str:
         """The problem on one line."""
         words = [
