@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_attn_tiers.problem import DecodeProblem, dtype_name
-from torch_attn_tiers.tier import Plan, Tier
-from torch_attn_tiers.tiers.decode.layout import output_shape
+from torch_attn_tiers.tier import Tier
+from torch_attn_tiers.tiers.decode.layout import DecodePlan, output_shape
 
 if TYPE_CHECKING:
     from csrc_free_ops.decode import SplitKVPlan
@@ -105,7 +105,7 @@ def _ready(problem: DecodeProblem) -> bool:
     return _split_kv(problem).is_compiled()
 
 
-def _build(problem: DecodeProblem) -> Plan:
+def _build(problem: DecodeProblem) -> DecodePlan:
     split_kv = _split_kv(problem)
     split_kv.compile()
     run = split_kv.run
@@ -118,8 +118,8 @@ def _build(problem: DecodeProblem) -> Plan:
         nonpad_kv_seqlen: Tensor | None,
         attn_mask: Tensor | None,
         sinks: Tensor | None,
-        k_scale: None,
-        v_scale: None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
     ) -> Tensor:
         out = query.new_empty(shape)
         return run(query, key, value, nonpad_kv_seqlen, attn_mask, sinks, out)

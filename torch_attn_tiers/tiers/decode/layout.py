@@ -1,10 +1,29 @@
-"""Views and outputs that tiers of ``decode`` share."""
+"""Plans, views and outputs that tiers of ``decode`` share."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 from torch import Tensor
 
 from torch_attn_tiers.problem import DecodeProblem
+
+
+class DecodePlan(Protocol):
+    """What ``build`` of a tier returns; see :class:`torch_attn_tiers.Tier`."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        nonpad_kv_seqlen: Tensor | None,
+        attn_mask: Tensor | None,
+        sinks: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
+        /,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def heads_first(tensor: Tensor, heads: int) -> Tensor:

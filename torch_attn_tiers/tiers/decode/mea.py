@@ -11,10 +11,10 @@ from torch import Tensor
 
 from csrc_free_ops.autocast import without_autocast
 from csrc_free_ops.facts import TensorFacts
-from csrc_free_ops.reference.decode import additive_mask, visible_keys
+from csrc_free_ops.visibility import additive_mask, visible_keys
 from torch_attn_tiers.problem import DecodeProblem, dtype_name
-from torch_attn_tiers.tier import Plan, Tier
-from torch_attn_tiers.tiers.decode.layout import heads_first, output_shape
+from torch_attn_tiers.tier import Tier
+from torch_attn_tiers.tiers.decode.layout import DecodePlan, heads_first, output_shape
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: The kernel reads 16 bytes at a time; PyTorch pads the rows of a bias to this many elements too.
@@ -97,7 +97,7 @@ def _used_keys(problem: DecodeProblem) -> int:
     return problem.T if problem.mask is None else problem.mask.shape[3]
 
 
-def _build(problem: DecodeProblem) -> Plan:
+def _build(problem: DecodeProblem) -> DecodePlan:
     Hq, Hkv, G, Sq = problem.Hq, problem.Hkv, problem.G, problem.Sq
     T = _used_keys(problem)
     shape = output_shape(problem)
@@ -117,11 +117,11 @@ def _build(problem: DecodeProblem) -> Plan:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        nonpad_kv_seqlen: None,
+        nonpad_kv_seqlen: Tensor | None,
         attn_mask: Tensor | None,
-        sinks: None,
-        k_scale: None,
-        v_scale: None,
+        sinks: Tensor | None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
     ) -> Tensor:
         query = heads_first(query, Hq)
         key = heads_first(key, Hkv)[:, :, :T]

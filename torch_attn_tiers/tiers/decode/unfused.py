@@ -15,8 +15,8 @@ from torch import Tensor
 
 from csrc_free_ops.reference import decode, decode_batch_invariant
 from torch_attn_tiers.problem import DecodeProblem
-from torch_attn_tiers.tier import Plan, Tier
-from torch_attn_tiers.tiers.decode.layout import heads_first, output_shape
+from torch_attn_tiers.tier import Tier
+from torch_attn_tiers.tiers.decode.layout import DecodePlan, heads_first, output_shape
 
 
 class _Thread(threading.local):
@@ -39,7 +39,7 @@ def _warm_up(index: int) -> None:
     _thread.devices.add(index)
 
 
-def _build(problem: DecodeProblem) -> Plan:
+def _build(problem: DecodeProblem) -> DecodePlan:
     if not _ready(problem):
         _warm_up(problem.device.index)
     attention = decode_batch_invariant if problem.batch_invariant else decode
@@ -53,8 +53,8 @@ def _build(problem: DecodeProblem) -> Plan:
         nonpad_kv_seqlen: Tensor | None,
         attn_mask: Tensor | None,
         sinks: Tensor | None,
-        k_scale: None,
-        v_scale: None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         result, products = attention(
             heads_first(query, Hq),
