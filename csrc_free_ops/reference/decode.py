@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from csrc_free_ops.visibility import additive_mask, visible_keys
-
 from csrc_free_ops.autocast import without_autocast
+from csrc_free_ops.visibility import additive_mask, visible_keys
 
 #: Keys that :func:`decode_batch_invariant` takes at a time. Any constant will do.
 _CHUNK = 128
