@@ -46,6 +46,13 @@ def test_explain_takes_the_operators_arguments(
     assert "unfused" in capsys.readouterr().out
 
 
+def test_explain_asks_about_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "sm_90"]) == 0
+    assert "bfloat16" in (printed := capsys.readouterr().out) and "cuda:0 (sm_90)" in printed
+    assert main(["explain", "--device", "sm_75"]) == 2
+    assert "it must be one of sm_80" in capsys.readouterr().err
+
+
 def test_explain_reports_an_illegal_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--device", "cpu", "--q-heads", "7", "--kv-heads", "2"]) == 2
     assert "7" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def _tiers(device: torch.device) -> tuple[str, Table]:
 
     parser = argparse.ArgumentParser()
     add_problem_options(parser)
-    tensors, scalars = decode_call(parser.parse_args([]), device)
+    tensors, scalars = decode_call(parser.parse_args([]), device.type)
     query = tensors[0]
     assert query is not None
     dtype = str(query.dtype).removeprefix("torch.")

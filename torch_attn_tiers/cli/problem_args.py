@@ -55,10 +55,10 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
 
 
 def decode_call(
-    args: argparse.Namespace, device: torch.device
+    args: argparse.Namespace, device_type: str
 ) -> tuple[list[torch.Tensor | None], dict[str, Any]]:
     """Returns `decode`'s positional meta tensors and its keyword scalars."""
-    default = "float32" if device.type == "cpu" else "bfloat16"
+    default = "float32" if device_type == "cpu" else "bfloat16"
     dtype = DTYPES[args.dtype or default]
     query_length, capacity = args.query_length, args.capacity
     value_dim = args.head_dim if args.value_head_dim is None else args.value_head_dim
