@@ -161,7 +161,8 @@ class FakeGraph:
             if n == 0:
                 out[b] = math.nan
                 continue
-            row = _attention(query[b, :, 0], key[b, :, :n], value[b, :, :n],
+            seen = slice(max(0, n - arguments.get("left_bound", n)), n)
+            row = _attention(query[b, :, 0], key[b, :, seen], value[b, :, seen],
                              arguments["attn_scale"])  # fmt: skip
             out[b, :, 0] = row.to(out.dtype)
 
@@ -175,6 +176,7 @@ def fake_cudnn(version: str = "1.32.0", backend: int = 91900) -> types.ModuleTyp
         backend_version=lambda: backend,
         data_type=types.SimpleNamespace(**{name: name for name in names}),
         heur_mode=types.SimpleNamespace(A="A"),
+        diagonal_alignment=types.SimpleNamespace(BOTTOM_RIGHT="BOTTOM_RIGHT"),
         pygraph=FakeGraph,
         create_handle=FakeHandle,
         set_stream=lambda handle, stream: setattr(handle, "stream", stream),

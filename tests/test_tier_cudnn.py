@@ -16,7 +16,7 @@ import torch
 
 import torch_attn_tiers
 from tests import fake_libraries
-from tests.conformance.calls import Maker, poisoned_memory
+from tests.conformance.calls import Call, Maker, poisoned_memory
 from tests.fake_libraries import FakeGraph, FakeHandle, Faults
 from tests.library_cases import Arrangement, cudnn_arrangements
 from tests.test_predicates import DEVICES, NO_LENGTHS, OLD, PLAIN, Asked, _meta, _reasons
@@ -288,6 +288,35 @@ def test_graph_says_what_cudnn_wants(runs: None) -> None:
     assert (graph.out.dim, graph.out.stride, graph.out.output) == (
         [2, 4, 1, 64], [256, 64, 64, 1], True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("left", [0, 1, 7, 19])
+def test_windows_once_they_are_verified(
+    left: int, runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn, "WINDOWS_VERIFIED", True)
+    m = Maker(torch.float16)
+    tensors = {**m.qkv(T=32, D=64), "nonpad_kv_seqlen": m.lengths([20, 3])}
+    Call(tensors, {"left_window_size": left}).check("cudnn")
+    (graph,) = FakeGraph.built
+    assert graph.sdpa_arguments["left_bound"] == left + 1
+    assert graph.sdpa_arguments["diagonal_alignment"] == "BOTTOM_RIGHT"
+
+
+def test_windows_that_a_release_has_wrong(
+    registered: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_libraries.install_cudnn(monkeypatch, backend=91400)
+    monkeypatch.setattr(cudnn, "WINDOWS_VERIFIED", True)
+    for T, words in (
+        (1024, ""),
+        (1040, "windows over more than 1024 keys are wrong in cuDNN 9.14"),
+    ):
+        explanation = _half(T=T, scalars={"left_window_size": 9}).explain(DEVICES["sm_90"])
+        assert words in _reasons(explanation, "cudnn")
+        assert (explanation.chosen == "cudnn") == (not words)
+    without = _half(NO_LENGTHS, scalars={"right_window_size": 9}).explain(DEVICES["sm_90"])
+    assert "windows with nonpad_kv_seqlen only" in _reasons(without, "cudnn")
 
 
 @pytest.mark.parametrize(("is_causal", "seen"), [(False, 8), (True, 6)])

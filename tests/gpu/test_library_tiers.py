@@ -184,6 +184,24 @@ def test_calls_that_differ_in_one_fact_do_not_share_a_plan(
         call.check(tier)
 
 
+@pytest.mark.parametrize("tier", ["cudnn"])
+@pytest.mark.parametrize("heads", [(8, 2), (8, 8), (8, 1)], ids=str)
+@pytest.mark.parametrize("left", [0, 1, 63, 255, 1300])
+def test_cudnn_windows(
+    left: int, heads: tuple[int, int], tier: str, maker: MakeMaker, must_run: Must,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What WINDOWS_VERIFIED waits for."""
+    monkeypatch.setattr(cudnn, "WINDOWS_VERIFIED", True)
+    m = maker(torch.bfloat16)
+    for T, lengths in ((512, [512, 1, 0, 300]), (2048, [2048, 256, 1301, 64])):
+        for size in (64, 128, 256):
+            tensors = _step(m, lengths, T=T, D=size, Hq=heads[0], Hkv=heads[1])
+            call = Call(tensors, {"left_window_size": left})
+            require(call, tier, must_run)
+            call.check(tier)
+
+
 @pytest.mark.parametrize("tier", ["xqa"])
 @pytest.mark.parametrize("sinks", [None, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("left", [-1, 0, 1, 63, 255, 300])

@@ -35,6 +35,10 @@ _OLDEST_BACKEND = (9, 3, 0)
 #: Releases whose attention is unusable.
 _BAD_BACKENDS = ((9, 10, 0), (9, 10, 1))
 _MAX_HEAD_SIZE = 256
+#: Whether windows have passed their tests on a GPU (tests/gpu/test_library_tiers.py).
+WINDOWS_VERIFIED = False
+#: A release whose windows are wrong for more keys than that.
+_BAD_WINDOWS, _BAD_WINDOWS_FROM = (9, 14, 0), 1024
 #: Tensors of the graph.
 _QUERY, _KEY, _VALUE, _QUERY_COUNTS, _KEY_COUNTS, _OUT = range(1, 7)
 
@@ -64,8 +68,12 @@ def _features(problem: DecodeProblem) -> str | None:
 
 
 def _windows(problem: DecodeProblem) -> str | None:
-    if problem.left_window >= 0 or problem.right_window >= 0:
+    if problem.left_window < 0 and problem.right_window < 0:
+        return None
+    if not WINDOWS_VERIFIED:
         return "windows are not verified"
+    if problem.lengths_dtype is None:
+        return "takes windows with nonpad_kv_seqlen only"
     return None
 
 
@@ -97,6 +105,8 @@ def _backend(problem: DecodeProblem) -> str | None:
         return f"attention of cuDNN {words} is unusable, another version is needed"
     if version < _OLDEST_BACKEND:
         return f"needs cuDNN {'.'.join(map(str, _OLDEST_BACKEND))} or newer, {words} is loaded"
+    if problem.left_window >= 0 and version == _BAD_WINDOWS and problem.T > _BAD_WINDOWS_FROM:
+        return f"windows over more than {_BAD_WINDOWS_FROM} keys are wrong in cuDNN {words}"
     return None
 
 
@@ -193,6 +203,10 @@ def _graph(problem: DecodeProblem, handle: Any) -> Any:
         return tensor(uid, name, (problem.B, 1, 1, 1), (1, 1, 1, 1), types.INT32)
 
     query, key, value = problem.query, problem.key, problem.value
+    window = {}
+    if problem.left_window >= 0:  # cuDNN counts the current key too
+        alignment = cudnn.diagonal_alignment.BOTTOM_RIGHT
+        window = dict(left_bound=problem.left_window + 1, diagonal_alignment=alignment)
     out, _ = graph.sdpa(
         name="decode",
         q=tensor(_QUERY, "query", query.shape, query.stride, io),
@@ -203,6 +217,7 @@ def _graph(problem: DecodeProblem, handle: Any) -> Any:
         use_padding_mask=True,
         seq_len_q=counts(_QUERY_COUNTS, "query_counts"),
         seq_len_kv=counts(_KEY_COUNTS, "key_counts"),
+        **window,
     )
     B, Hq, Dv = problem.B, problem.Hq, problem.Dv
     out.set_output(True).set_dim([B, Hq, 1, Dv]).set_stride([Hq * Dv, Dv, Dv, 1])
