@@ -65,7 +65,7 @@ class RowGuard:
         self._count: Launch | None = None
         self._zero: Launch | None = None
         self._both: Launch | None = None
-        if use_triton:
+        if use_triton and batch and width:
             self._count = _count_launch(batch, capacity, lengths_dtype)
             self._zero = _zero_launch(batch, capacity, width, torch.int32, out_dtype, False)
             self._both = _zero_launch(batch, capacity, width, lengths_dtype, out_dtype, True)
@@ -85,8 +85,7 @@ class RowGuard:
         """New counts of `shape`, one for each of the dense `lengths` `[B]`."""
         counts = lengths.new_empty(shape, dtype=self.counts_dtype)
         if self._count is not None:
-            if self.batch:
-                self._count(self.device.index, lengths, counts)
+            self._count(self.device.index, lengths, counts)
         else:
             self._fill(counts, lengths)
         return counts
@@ -94,20 +93,16 @@ class RowGuard:
     def zero(self, counts: Tensor, out: Tensor) -> None:
         """Zero the rows of the contiguous `out` without a key, whatever they held."""
         if self._zero is not None:
-            if self.batch and self.width:
-                self._zero(self.device.index, counts, counts, out)
+            self._zero(self.device.index, counts, counts, out)
         else:
             empty = counts.view(torch.int32).reshape(self.batch, 1) == 0
             out.view(self.batch, self.width).masked_fill_(empty, 0.0)
 
     def counts_and_zero(self, lengths: Tensor, shape: tuple[int, ...], out: Tensor) -> Tensor:
         """`counts` and `zero` in one launch, for a library that leaves empty rows as they are."""
-        if not self.width:
-            return self.counts(lengths, shape)
         counts = lengths.new_empty(shape, dtype=self.counts_dtype)
         if self._both is not None:
-            if self.batch:
-                self._both(self.device.index, lengths, counts, out)
+            self._both(self.device.index, lengths, counts, out)
         else:
             self._fill(counts, lengths)
             self.zero(counts, out)
