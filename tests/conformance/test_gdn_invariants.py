@@ -164,3 +164,19 @@ def test_lengths_changed_in_place_are_seen(
     assert lengths is not None
     lengths.copy_(m.integers([0, 3, 130]))
     call.check(tier)
+
+
+@every_tier
+@pytest.mark.parametrize("overload", ["h_fla", "h_compact"])
+@pytest.mark.parametrize(
+    "bounds", [[0, 9, 5], [0, 5, 200], [-7, 5, 9], [0, 150, 0, 150, 0, 150], [150, 0], [10**6, -5]]
+)
+def test_bounds_that_break_the_rules_touch_no_other_memory(
+    bounds: list[int], overload: str, tier: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    """What comes out has no meaning; a neighbour of the outputs in memory, or a crash, would."""
+    m = maker()
+    call = prompts(m, None, T=150, Hv=1, state=None).with_(overload)
+    call = call.with_(cu_seqlens=m.integers(bounds))
+    call.require(tier, must_run)
+    assert call.run(tier)[0].shape == (1, 150, 1, 16)
