@@ -302,7 +302,6 @@ def test_failed_build_is_tried_again_when_asked_for(how: str, first: Invented) -
     else:
         assert _ran(*args, tier="first") == "first"
     assert explain("decode", *args).verdicts[0].eligible
-    torch_attn_tiers.prepare("decode", *args)  # forgets decisions
     assert _ran(*args) == "first"
 
 

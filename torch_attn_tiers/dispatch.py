@@ -229,7 +229,8 @@ class _PlanCache:
 
     def mark_fit(self, tier: Tier, problem: Problem) -> None:
         with self.lock:
-            self.unfit.pop((tier, problem), None)
+            if self.unfit.pop((tier, problem), None) is not None:
+                self.forget_decisions()  # some stand for the tiers after this one
 
     def mark_unfit(self, tier: Tier, problem: Problem, reason: str) -> None:
         with self.lock:
