@@ -151,6 +151,8 @@ def is_capturing(device: DeviceFacts) -> bool:
     """Whether the current stream of ``device`` is being captured into a CUDA graph."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
+    if device.index >= torch.cuda.device_count():  # invented
+        return False
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device.index):  # the question is about the current device's stream

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import torch_attn_tiers
+from csrc_free_ops import facts
 from tests.test_dispatch import Invented
 from torch_attn_tiers import ColdCaptureError, DeviceFacts, dispatch, explain, register_tier
 from torch_attn_tiers.tiers.decode import unfused
@@ -229,3 +231,37 @@ def test_unfused_is_ready_on_a_gpu_once_this_thread_has_built_there(
     thread.start()
     thread.join()
     assert elsewhere == [False]
+
+
+def test_unfused_is_built_although_cublas_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes every call: what goes wrong with cuBLAS is for the call to say."""
+    monkeypatch.setattr(unfused, "_thread", unfused._Thread())
+    args = [t.to("meta") for t in _qkv()]
+    problem = explain("decode", *args, device=DeviceFacts.of("sm_90")).problem
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
+
+    monkeypatch.setattr(torch, "ones", fail)
+    assert callable(unfused._build(problem)) and not unfused._ready(problem)
+
+
+def test_capture_is_looked_for_on_the_device_that_is_asked_about(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current = [0]
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    states = [facts.is_capturing(DeviceFacts.of("sm_90", index)) for index in (0, 1, 2)]
+    assert states == [False, True, False]
+    assert not facts.is_capturing(facts.device_facts("cpu"))
