@@ -4,35 +4,40 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import triton
 from triton.runtime import driver
 
-_compiled: dict[tuple[Any, ...], Any] = {}
-_compile_lock = threading.Lock()
 
-_TYPES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
+class Pointer(NamedTuple):
+    """What the compiler knows of a tensor argument."""
+
+    dtype: torch.dtype
+    aligned: bool  # to 16 bytes
+
+
+_COMPILED: dict[Any, Any] = {}  # (device index, specialization) -> Triton's compiled kernel
+_COMPILE_LOCK = threading.Lock()
+_TRITON_TYPES = {
+    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
+    torch.uint8: "u8",
+    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+}  # fmt: skip
+_DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
 class Launch:
     """One launch, worked out. Safe to share between threads; holds no tensor.
 
     Args:
-        kernel: the Triton function. Its pointers come first, in the order of ``pointers``.
-        grid: number of programs.
-        pointers: dtype of each tensor, and whether its address is a multiple of 16.
-        scalars: numbers, by name. Triton compiles again for a number that is 1, a multiple of 16 or
-            wider than 32 bits, but for those in ``unspecialized`` (the kernel's
-            ``do_not_specialize``), where only the width counts.
-        constants: the ``constexpr`` arguments.
-        options: ``num_warps`` and the like.
+        kernel: the Triton function; its pointers come first.
+        grid: how many programs, in one dimension.
+        pointers: what the compiler knows of the tensors (see ``Pointer``), in the kernel's order.
+        scalars: its numbers, by name.
+        constants: its ``tl.constexpr`` arguments, by name.
+        options: Triton's, such as ``num_warps``.
     """
 
     def __init__(
@@ -44,7 +49,6 @@ class Launch:
         scalars: Mapping[str, int | float],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
-        unspecialized: frozenset[str] = frozenset(),
     ) -> None:
         self.kernel = kernel
         self.grid = (grid, 1, 1)
@@ -52,14 +56,17 @@ class Launch:
         self.scalars = scalars
         self.constants = constants
         self.options = options
-        self.kinds = {name: _kind(value, name in unspecialized) for name, value in scalars.items()}
+        # The interpreter's functions have no such list, and nothing is compiled there.
+        unspecialized = {p.name for p in getattr(kernel, "params", ()) if p.do_not_specialize}
+        self._types = {n: _scalar_type(v, n not in unspecialized) for n, v in scalars.items()}
         values = {**scalars, **constants}
         self._tail = tuple(values[name] for name in kernel.arg_names[len(pointers) :])
         self._compiled: Any = None
+        #: Hashable; equal for launches that one compiled kernel serves.
         self.specialization = (
             kernel.fn.__name__,
             tuple(pointers.values()),
-            tuple(self.kinds.values()),
+            tuple(self._types.values()),
             tuple(constants.values()),
             tuple(options.values()),
         )
@@ -71,75 +78,72 @@ class Launch:
                 self.kernel[self.grid](*tensors, *self._tail, **self.options)
                 return
             self.compile(device_index)
-        # The compiled kernel itself: binding arguments by name takes longer than the launch.
+        # The compiled kernel itself: binding sixty arguments by name takes Triton longer than the
+        # launch.
         stream = driver.active.get_current_stream(device_index)
         self._compiled(*[tensor.data_ptr() for tensor in tensors], *self._tail, stream=stream)
 
     def is_compiled(self, device_index: int) -> bool:
-        """Whether a launch needs no compiler and no module load."""
-        return (device_index, self.specialization) in _compiled
+        """Whether some launch of this specialization has been compiled and loaded."""
+        return (device_index, self.specialization) in _COMPILED
 
     def compile(self, device_index: int) -> None:
-        """Compiles and loads the kernel; launches nothing. Not for use inside a capture."""
+        """Compiles and loads the kernel on a CUDA device, unless that is done."""
         key = (device_index, self.specialization)
-        with _compile_lock:
-            compiled = _compiled.get(key)
+        with _COMPILE_LOCK:
+            compiled = _COMPILED.get(key)
             if compiled is None:
                 with torch.cuda.device(device_index):
-                    heads = [_Pointer(dtype, aligned) for dtype, aligned in self.pointers.values()]
+                    tensors = [_StandIn(*pointer) for pointer in self.pointers.values()]
                     compiled = self.kernel.warmup(
-                        *heads, *self._tail, grid=self.grid, **self.options
+                        *tensors, *self._tail, grid=self.grid, **self.options
                     )
                     compiled._init_handles()  # loads the module, which a capture may not do
-                _compiled[key] = compiled
+                _COMPILED[key] = compiled
         self._compiled = compiled[self.grid]
 
     def compile_for(self, target: Any) -> Any:
-        """The kernel compiled for a ``GPUTarget`` of Triton, with or without a GPU."""
-        from triton.compiler import ASTSource
-        from triton.compiler import compile as compile_source
+        """The kernel compiled for a ``triton.backends.compiler.GPUTarget``, with or without a GPU.
 
+        As a launch would have it compiled: Triton takes the same facts from the arguments.
+        """
         signature: dict[str, str] = {}
         constants: dict[tuple[int], Any] = {}
         attributes: dict[tuple[int], list[list[Any]]] = {}
         for position, name in enumerate(self.kernel.arg_names):
             at = (position,)
-            if name in self.pointers:
-                dtype, aligned = self.pointers[name]
-                signature[name] = "*" + _TYPES[dtype]
-                if aligned:
-                    attributes[at] = [["tt.divisibility", 16]]
-            elif name in self.constants:
+            if name in self.constants:
                 signature[name] = "constexpr"
                 constants[at] = self.constants[name]
+                continue
+            if name in self.pointers:
+                dtype, divisible = self.pointers[name]
+                signature[name] = "*" + _TRITON_TYPES[dtype]
             else:
-                wide, is_one, divisible = self.kinds[name]
-                signature[name] = "constexpr" if is_one else "i64" if wide else "i32"
-                if isinstance(self.scalars[name], float):
-                    signature[name] = "fp32"
-                elif is_one:
-                    constants[at] = 1
-                elif divisible:
-                    attributes[at] = [["tt.divisibility", 16]]
+                signature[name], divisible = self._types[name]
+                if signature[name] == "constexpr":
+                    constants[at] = self.scalars[name]
+            if divisible:
+                attributes[at] = _DIVISIBLE_BY_16
         options = dict(self.options)
         if target.backend != "cuda":
             options = {n: options[n] for n in ("num_warps", "num_stages") if n in options}
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        return compile_source(source, target=target, options=options)
+        source = triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
+        return triton.compile(source, target=target, options=options)
 
 
-def _kind(value: int | float, unspecialized: bool) -> tuple[bool, bool, bool]:
-    """What Triton's compiler sees of a number: (64-bit, is 1, divisible by 16)."""
+def _scalar_type(value: int | float, specialized: bool) -> tuple[str, bool]:
+    """What Triton compiles a scalar as ("constexpr": a 1), and whether it relies on 16 | value."""
     if isinstance(value, float):
-        return (False, False, False)
-    wide = not -(2**31) <= value < 2**31
-    if unspecialized:
-        return (wide, False, False)
-    return (wide, value == 1, value % 16 == 0)
+        return "fp32", False
+    width = "i32" if -(2**31) <= value < 2**31 else "i64"
+    if specialized and value == 1:
+        return "constexpr", False
+    return width, specialized and value % 16 == 0
 
 
-class _Pointer:
-    """Stands for a tensor when compiling: a dtype and an alignment."""
+class _StandIn:
+    """A tensor as far as Triton's compiler looks at one: a dtype and an alignment."""
 
     def __init__(self, dtype: torch.dtype, aligned: bool) -> None:
         self.dtype = dtype

@@ -9,8 +9,8 @@ import torch
 
 from csrc_free_ops.cache import kv_scatter, launch, tensor_scatter
 from csrc_free_ops.cache.launch import scatter_plan
-from csrc_free_ops.decode.launch import Launch
 from csrc_free_ops.facts import DeviceFacts, tensor_facts
+from csrc_free_ops.launch import Launch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDICES = (-9, -1, 0, 3, 6, 7, 100, 2**31 - 1)

@@ -23,7 +23,7 @@ from csrc_free_ops.facts import (
 )
 
 if TYPE_CHECKING:
-    from csrc_free_ops.decode.launch import Launch
+    from csrc_free_ops.launch import Launch
 
 # One program moves about 1024 elements: a decode step (8 KV heads of 128) is one program per batch
 # row with a 16-byte load per thread.
@@ -235,14 +235,14 @@ def _select(facts: TensorFacts, dim: int, i: int) -> TensorFacts:
 
 def _launch(plan: ScatterPlan, pairs: _Pairs, indices: TensorFacts | None) -> Launch:
     from csrc_free_ops.cache.kernels import scatter_kernel
-    from csrc_free_ops.decode.launch import Launch
+    from csrc_free_ops.launch import Launch
 
     (key_cache, key), (value_cache, value) = pairs[0], pairs[-1]
     tensors = (key_cache, key, value_cache, value, indices or pairs[0][0])
     names = scatter_kernel.arg_names
     return Launch(
         scatter_kernel,
-        grid=(plan.grid[0], 1, 1),
+        grid=plan.grid[0],
         pointers={n: (_copied_as(t.dtype), t.aligned) for n, t in zip(names, tensors)},
         scalars=dict(zip(names[len(tensors) :], (plan.index_stride, *plan.integers))),
         constants=dict(

@@ -124,7 +124,6 @@ def _count_launch(batch: int, capacity: int, lengths_dtype: torch.dtype) -> Laun
         scalars=dict(batch=batch, capacity=capacity),
         constants=dict(ROWS=_ROWS),
         options=dict(num_warps=2),
-        unspecialized=frozenset(("batch", "capacity")),
     )
 
 
@@ -150,5 +149,4 @@ def _zero_launch(
         scalars=dict(capacity=capacity, width=width),
         constants=dict(BLOCK=_BLOCK, WRITE_COUNTS=write_counts),
         options=dict(num_warps=4),
-        unspecialized=frozenset(("capacity",)),
     )

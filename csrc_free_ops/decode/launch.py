@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.runtime import driver
 
 from csrc_free_ops.decode.kernels import split_kv_kernel
 from csrc_free_ops.decode.scratch import counter_arena
 from csrc_free_ops.facts import DeviceFacts, TensorFacts
+from csrc_free_ops.launch import Launch, Pointer
 
 MAX_HEAD_DIM = 256
 MAX_BATCH = 8192  # every program adds up the lengths of the whole batch
@@ -256,7 +254,7 @@ def plan_split_kv(
     merge = _merge(problem, config, schedule)
     launch = Launch(
         split_kv_kernel,
-        grid=(schedule.programs, 1, 1),
+        grid=schedule.programs,
         pointers=_pointers(problem, schedule),
         scalars=_scalars(problem, schedule),
         constants=_constants(problem, device, config, schedule, merge),
@@ -590,148 +588,3 @@ class SplitKVPlan:
         if torch.cuda.is_current_stream_capturing():
             return arena.for_captured_call(self.counters)
         return arena.for_stream(driver.active.get_current_stream(self.device.index), self.counters)
-
-
-# ---- Launching
-
-
-class Pointer(NamedTuple):
-    """What the compiler knows of a tensor argument."""
-
-    dtype: torch.dtype
-    aligned: bool  # to 16 bytes
-
-
-_COMPILED: dict[Any, Any] = {}  # (device index, specialization) -> Triton's compiled kernel
-_COMPILE_LOCK = threading.Lock()
-_TRITON_TYPES = {
-    torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
-    torch.uint8: "u8",
-    torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-}  # fmt: skip
-_DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
-
-
-class Launch:
-    """A kernel with its grid and every argument but the tensors.
-
-    Args:
-        kernel: the Triton function; its pointers come first.
-        grid: how many programs.
-        pointers: what the compiler knows of the tensors (see ``Pointer``), in the kernel's order.
-        scalars: its numbers, by name.
-        constants: its ``tl.constexpr`` arguments, by name.
-        options: Triton's, such as ``num_warps``.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        *,
-        grid: tuple[int, int, int],
-        pointers: Mapping[str, tuple[torch.dtype, bool]],
-        scalars: Mapping[str, int | float],
-        constants: Mapping[str, Any],
-        options: Mapping[str, Any],
-    ) -> None:
-        self.kernel = kernel
-        self.grid = grid
-        self.pointers = pointers
-        self.scalars = scalars
-        self.constants = constants
-        self.options = options
-        # The interpreter's functions have no such list, and nothing is compiled there.
-        unspecialized = {p.name for p in getattr(kernel, "params", ()) if p.do_not_specialize}
-        self._types = {n: _scalar_type(v, n not in unspecialized) for n, v in scalars.items()}
-        values = {**scalars, **constants}
-        self._tail = tuple(values[name] for name in kernel.arg_names[len(pointers) :])
-        self._compiled: Any = None
-        #: Hashable; equal for launches that one compiled kernel serves.
-        self.specialization = (
-            kernel.fn.__name__,
-            tuple(pointers.values()),
-            tuple(self._types.values()),
-            tuple(constants.values()),
-            tuple(options.values()),
-        )
-
-    def __call__(self, device_index: int, *tensors: torch.Tensor) -> None:
-        """Launches on the current stream of a CUDA device; in Triton's interpreter, runs."""
-        if self._compiled is None:
-            if tensors[0].device.type == "cpu":
-                self.kernel[self.grid](*tensors, *self._tail, **self.options)
-                return
-            self.compile(device_index)
-        # The compiled kernel itself: binding sixty arguments by name takes Triton longer than the
-        # launch.
-        stream = driver.active.get_current_stream(device_index)
-        self._compiled(*[tensor.data_ptr() for tensor in tensors], *self._tail, stream=stream)
-
-    def is_compiled(self, device_index: int) -> bool:
-        """Whether some launch of this specialization has been compiled and loaded."""
-        return (device_index, self.specialization) in _COMPILED
-
-    def compile(self, device_index: int) -> None:
-        """Compiles and loads the kernel on a CUDA device, unless that is done."""
-        key = (device_index, self.specialization)
-        with _COMPILE_LOCK:
-            compiled = _COMPILED.get(key)
-            if compiled is None:
-                with torch.cuda.device(device_index):
-                    tensors = [_StandIn(*pointer) for pointer in self.pointers.values()]
-                    compiled = self.kernel.warmup(
-                        *tensors, *self._tail, grid=self.grid, **self.options
-                    )
-                    compiled._init_handles()  # loads the module, which a capture may not do
-                _COMPILED[key] = compiled
-        self._compiled = compiled[self.grid]
-
-    def compile_for(self, target: Any) -> Any:
-        """The kernel compiled for a ``triton.backends.compiler.GPUTarget``, with or without a GPU.
-
-        As a launch would have it compiled: Triton takes the same facts from the arguments.
-        """
-        signature: dict[str, str] = {}
-        constants: dict[tuple[int], Any] = {}
-        attributes: dict[tuple[int], list[list[Any]]] = {}
-        for position, name in enumerate(self.kernel.arg_names):
-            at = (position,)
-            if name in self.constants:
-                signature[name] = "constexpr"
-                constants[at] = self.constants[name]
-                continue
-            if name in self.pointers:
-                dtype, divisible = self.pointers[name]
-                signature[name] = "*" + _TRITON_TYPES[dtype]
-            else:
-                signature[name], divisible = self._types[name]
-                if signature[name] == "constexpr":
-                    constants[at] = self.scalars[name]
-            if divisible:
-                attributes[at] = _DIVISIBLE_BY_16
-        options = dict(self.options)
-        if target.backend != "cuda":
-            options = dict(num_warps=options["num_warps"])
-        source = triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
-        return triton.compile(source, target=target, options=options)
-
-
-def _scalar_type(value: int | float, specialized: bool) -> tuple[str, bool]:
-    """What Triton compiles a scalar as ("constexpr": a 1), and whether it relies on 16 | value."""
-    if isinstance(value, float):
-        return "fp32", False
-    width = "i32" if -(2**31) <= value < 2**31 else "i64"
-    if specialized and value == 1:
-        return "constexpr", False
-    return width, specialized and value % 16 == 0
-
-
-class _StandIn:
-    """A tensor as far as Triton's compiler looks at one: a dtype and an alignment."""
-
-    def __init__(self, dtype: torch.dtype, aligned: bool) -> None:
-        self.dtype = dtype
-        self._address = 0 if aligned else dtype.itemsize
-
-    def data_ptr(self) -> int:
-        return self._address

@@ -18,7 +18,6 @@ from csrc_free_ops.launch import Launch
 
 C = 64  # tokens of a chunk
 _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
-_UNSPECIALIZED = frozenset(("tokens", "sequences", "chunks", "rows"))
 _H_LAYOUTS = {None: 0, "fla": 1, "compact": 2}
 
 
@@ -138,7 +137,6 @@ def plan_gdn(
         scalars=dict(tokens=T, sequences=sequences),
         constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact"),
         options=dict(num_warps=4),
-        unspecialized=_UNSPECIALIZED,
     )
     prepare = Launch(
         prepare_kernel,
@@ -155,7 +153,6 @@ def plan_gdn(
             **shared, **tiles, HQ=Hq, BLOCK_V=_pow2(V), INVERSE_PRECISION="ieee",
         ),
         options=dict(num_warps=config.prepare_warps),
-        unspecialized=_UNSPECIALIZED,
     )  # fmt: skip
     state = initial_state
     s_strides = (0, 0, 0, 0) if state is None else state.stride
@@ -177,7 +174,6 @@ def plan_gdn(
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
         ),
         options=dict(num_warps=config.scan_warps, num_stages=config.scan_stages),
-        unspecialized=_UNSPECIALIZED,
     )  # fmt: skip
     return GdnPlan(
         device,
