@@ -174,6 +174,10 @@ SCALARS = {
     "scale_of_nan": Wrong(("scale", "nan"), {}, {"scale": float("nan")}),
     "negative_softcap": Wrong(("softcap", "-0.5"), {}, {"softcap": -0.5}),
     "softcap_of_nan": Wrong(("softcap", "nan"), {}, {"softcap": float("nan")}),
+    "scale_beyond_float32": Wrong(("scale", "1e+39", "float32"), {}, {"scale": 1e39}),
+    "scale_of_zero_in_float32": Wrong(("scale", "1e-46", "float32"), {}, {"scale": 1e-46}),
+    "softcap_beyond_float32": Wrong(("softcap", "1e+39", "float32"), {}, {"softcap": 1e39}),
+    "softcap_of_zero_in_float32": Wrong(("softcap", "1e-46", "float32"), {}, {"softcap": 1e-46}),
     "left_window_below_minus_one": Wrong(("left_window_size", "-2"), {}, {"left_window_size": -2}),
     "right_window_below_minus_one": Wrong(
         ("right_window_size", "-7"), {}, {"right_window_size": -7}
@@ -263,6 +267,23 @@ def test_explain_and_prepare_raise_what_the_call_raises(name: str) -> None:
     for ask in (torch_attn_tiers.explain, torch_attn_tiers.prepare):
         error = _error(lambda ask=ask: ask(op, *_args(wrong), **wrong.scalars))  # type: ignore[misc]
         assert str(error) == str(eager)
+
+
+@pytest.mark.parametrize("value", [2.0**-126, 2.0**127])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_the_most_and_the_least_that_float32_allows_give_numbers(
+    name: str, batch_invariant: bool, value: float
+) -> None:
+    tensors = [torch.full_like(t, 0.25) for t in GOOD.values()]  # products of 1
+    y = torch.ops.attn_tiers.decode(*tensors, batch_invariant=batch_invariant, **{name: value})
+    assert y.isfinite().all()
+
+
+def test_float64_queries_take_what_float32_cannot() -> None:
+    tensors = [torch.full_like(t, 0.25, dtype=torch.float64) for t in GOOD.values()]
+    for scalars in ({"scale": 1e-46}, {"softcap": 1e39}, {"softcap": 1e-46}):
+        assert torch.ops.attn_tiers.decode(*tensors, **scalars).isfinite().all()
 
 
 # ------------------------------------------------------------------------------------- gradients
@@ -553,6 +574,14 @@ negative_softcap
   ValueError: decode: softcap=-0.5; it must be finite and not negative (0 is none)
 softcap_of_nan
   ValueError: decode: softcap=nan; it must be finite and not negative (0 is none)
+scale_beyond_float32
+  ValueError: decode: scale=1e+39; logits of float32 queries are computed in float32, it must be between 1.2e-38 and 1.7e+38
+scale_of_zero_in_float32
+  ValueError: decode: scale=1e-46; logits of float32 queries are computed in float32, it must be between 1.2e-38 and 1.7e+38
+softcap_beyond_float32
+  ValueError: decode: softcap=1e+39; logits of float32 queries are computed in float32, it must be between 1.2e-38 and 1.7e+38, or 0 for none
+softcap_of_zero_in_float32
+  ValueError: decode: softcap=1e-46; logits of float32 queries are computed in float32, it must be between 1.2e-38 and 1.7e+38, or 0 for none
 left_window_below_minus_one
   ValueError: decode: left_window_size=-2; it must be at least -1 (-1 is unlimited)
 right_window_below_minus_one

@@ -87,6 +87,10 @@ _MASKS = (
     torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
 
+#: Scales and softcaps between which they, their reciprocals and their products with log2(e) are
+#: neither zero nor infinite in float32, on devices that flush subnormal numbers too.
+_LEAST, _MOST = 2.0**-126, 2.0**127
+
 
 class Tensors(NamedTuple):
     """The positional arguments of all overloads."""
@@ -162,7 +166,7 @@ def _check(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
     _check_dtypes(op, tensors)
     sizes = _check_shapes(op, tensors, scalars)
     _check_optional(op, sizes, tensors)
-    _check_scalars(op, scalars)
+    _check_scalars(op, scalars, tensors.query.dtype)
     return sizes
 
 
@@ -360,16 +364,26 @@ def _check_mask(op: str, sizes: Sizes, attn_mask: Tensor) -> None:
     )
 
 
-def _check_scalars(op: str, scalars: Scalars) -> None:
-    scale = scalars.scale
+def _check_scalars(op: str, scalars: Scalars, dtype: torch.dtype) -> None:
+    scale, softcap = scalars.scale, scalars.softcap
     require(
         scale is None or 0 < scale < math.inf,
         f"{op}: scale={scale}; it must be positive and finite (None is 1/sqrt(D))",
     )
     require(
-        0 <= scalars.softcap < math.inf,
-        f"{op}: softcap={scalars.softcap}; it must be finite and not negative (0 is none)",
+        0 <= softcap < math.inf,
+        f"{op}: softcap={softcap}; it must be finite and not negative (0 is none)",
     )
+    if dtype is not torch.float64:
+        rule = (
+            f"logits of {dtype_name(dtype)} queries are computed in float32, it must be between "
+            f"{_LEAST:.2g} and {_MOST:.2g}"
+        )
+        require(scale is None or _LEAST <= scale <= _MOST, f"{op}: scale={scale}; {rule}")
+        require(
+            softcap == 0 or _LEAST <= softcap <= _MOST,
+            f"{op}: softcap={softcap}; {rule}, or 0 for none",
+        )
     for name in ("left_window_size", "right_window_size"):
         size = getattr(scalars, name)
         require(size >= -1, f"{op}: {name}={size}; it must be at least -1 (-1 is unlimited)")
