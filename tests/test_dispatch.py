@@ -147,6 +147,19 @@ def test_predicate_that_fails_is_a_reason_not_an_error() -> None:
         assert _ran(*_qkv()) == "unfused"
 
 
+@pytest.mark.parametrize("returned", [False, True, 5, ""])
+def test_predicate_that_returns_no_words_is_named_in_the_reason(returned: Any) -> None:
+    def odd(problem: Any) -> Any:
+        return returned
+
+    with register_tier(Invented("broken", predicates=(odd,)).tier, before="flash"):
+        explanation = explain("decode", *_qkv())
+        (reason,) = explanation.verdicts[0].reasons
+        assert "TypeError: predicate" in reason and f"odd returned {returned!r}" in reason
+        assert reason in str(explanation)
+        assert _ran(*_qkv()) == "unfused"
+
+
 # ------------------------------------------------------------------------------------- tier=
 
 
@@ -685,6 +698,79 @@ def test_register_tier_refuses_what_it_cannot_place() -> None:
     elsewhere = Tier(op="prefill", name="new", predicates=(), build=lambda problem: None)
     with pytest.raises(ValueError, match="op is 'prefill'"):
         register_tier(elsewhere)
+
+
+@pytest.mark.parametrize(
+    "fields, error, text",
+    [
+        (dict(name=""), ValueError, "name is ''; it must be a string of letters"),
+        (dict(name="a,b:c"), ValueError, "name is 'a,b:c'"),
+        (dict(name=None), ValueError, "name is None"),
+        (dict(predicates=None), TypeError, "predicates is None; it must be a list or tuple of"),
+        (dict(predicates=len), TypeError, "predicates is <built-in"),
+        (dict(predicates=("words",)), TypeError, "predicates is "),
+        (dict(build=None), TypeError, "build is None; it must be a function"),
+        (dict(ready=True), TypeError, "ready is True; it must be a function"),
+        (dict(release=5), TypeError, "release is 5; it must be a function or None"),
+        (dict(kernel_tier="no"), TypeError, "kernel_tier is 'no'; it must be True or False"),
+        (dict(slow_build=1), TypeError, "slow_build is 1; it must be True or False"),
+        (dict(slow_build=True), ValueError, "slow_build=True without ready"),
+    ],
+)
+def test_register_tier_refuses_fields_of_another_kind(
+    fields: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    good: dict[str, Any] = dict(op="decode", name="new", predicates=(), build=lambda problem: None)
+    with pytest.raises(error, match=text):
+        register_tier(Tier(**{**good, **fields}))
+    with pytest.raises(TypeError, match="tier is 'x'; it must be a torch_attn_tiers.Tier"):
+        register_tier("x")  # type: ignore[arg-type]
+    assert tier_module.tier_names("decode") == ("flash", "mea", "unfused")
+
+
+def test_build_that_returns_no_plan_is_a_failed_build() -> None:
+    tier = Tier(op="decode", name="none", predicates=(), build=lambda problem: None)  # type: ignore
+    with register_tier(tier, before="flash"):
+        assert _ran(*_qkv()) == "unfused"
+        (reason,) = explain("decode", *_qkv()).verdicts[0].reasons
+        assert reason == (
+            "its build failed: TypeError: build returned None; it must return a function, the plan"
+        )
+
+
+@pytest.mark.parametrize(
+    "plan, text",
+    [
+        (lambda q, *_: None, "its Y is of type NoneType; it must be a tensor"),
+        (lambda q, *_: q[:1].clone(), r"shape \(1, 4, 5, 8\) .* of shape \(2, 4, 5, 8\)"),
+        (lambda q, *_: q.double(), "its Y is float64 .* must be float32"),
+        (lambda q, *_: q.mT.contiguous().mT, "strides .* contiguous"),
+        (lambda q, *_: q, "its Y shares memory with an input"),
+        (lambda q, *_: torch.empty_like(q, device="meta"), "its Y is on meta; it must be on cpu"),
+    ],
+)
+def test_first_result_of_a_registered_tier_is_checked(plan: Any, text: str) -> None:
+    tier = Tier(op="decode", name="odd", predicates=(), build=lambda problem: plan)
+    with register_tier(tier, before="flash"):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"(?s)tier 'odd' broke the contract.*{text}"):
+                decode(*_qkv())
+
+
+def test_products_of_a_registered_tier_are_checked_and_good_ones_once() -> None:
+    results: list[Any] = []
+    tier = Tier(op="decode", name="odd", predicates=(), build=lambda p: lambda *_: results.pop(0))
+    query, key, value = _qkv()
+    good = torch.zeros_like(query), torch.zeros(2, 4, 5, 5)
+    with register_tier(tier, before="flash"):
+        for bad in (good[0], (good[0], good[0])):
+            results.append(bad)
+            with pytest.raises(RuntimeError, match="tuple \\(Y, qk\\)|its qk is float32 of shape"):
+                decode.qk(query, key, value)
+        results.append(good)
+        decode.qk(query, key, value)
+        results.append((query, query))  # not looked at any more
+        assert decode.qk(query, key, value)[3].shape == query.shape
 
 
 def test_registering_changes_what_known_calls_run() -> None:

@@ -446,6 +446,8 @@ def _build_now(tier: Tier, problem: Problem, known_failure: str | None) -> _Buil
     try:
         with _on_device(problem.device):
             plan = tier.build(problem)
+        if not callable(plan):
+            raise TypeError(f"build returned {plan!r}; it must return a function, the plan")
     except Exception as error:
         kind = _failure_of_build(error)
         if kind is _Failure.NONE:
@@ -460,7 +462,29 @@ def _build_now(tier: Tier, problem: Problem, known_failure: str | None) -> _Buil
     seconds = time.perf_counter() - begin
     if seconds > LOG_BUILD_SECONDS:
         log.info("built %s in %.2f s: %s", tier.name, seconds, problem.describe())
-    return _plans.add(tier, problem, plan)
+    built = _plans.add(tier, problem, plan)
+    if registry.is_registered(tier):
+        built.plan = _FirstRun(built, tier, problem)
+    return built
+
+
+class _FirstRun:
+    """Stands for the plan of another package until what it returns has been checked once."""
+
+    def __init__(self, built: _Built, tier: Tier, problem: Problem) -> None:
+        self.built, self.plan, self.tier, self.problem = built, built.plan, tier, problem
+
+    def __call__(self, *tensors: Tensor | None) -> Any:
+        result = self.plan(*tensors)
+        wrong = self.problem.against_result(result, tensors)
+        if wrong is not None:
+            raise RuntimeError(
+                f"tier {self.tier.name!r} broke the contract of a plan: {wrong}. It is a tier of "
+                f"another package: report it there, or use tier= or ATTN_TIERS_DISABLE="
+                f"{self.tier.op}:{self.tier.name}.\nProblem: {self.problem.describe()}"
+            )
+        self.built.plan = self.plan
+        return result
 
 
 def _on_device(device: DeviceFacts) -> contextlib.AbstractContextManager[Any]:

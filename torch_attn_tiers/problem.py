@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from csrc_free_ops.facts import DeviceFacts, TensorFacts
 
@@ -36,6 +39,10 @@ class Problem:
     def describe(self) -> str:
         """The problem on one line."""
         return f"{self.call} on {self.device}"
+
+    def against_result(self, result: Any, tensors: Sequence[Tensor | None]) -> str | None:
+        """What is wrong with the result of a plan that was given ``tensors``, in words."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +133,39 @@ class DecodeProblem(Problem):
         if self.batch_invariant:
             words.append("batch_invariant")
         return " ".join(words) + f" on {self.device}"
+
+    def against_result(self, result: Any, tensors: Sequence[Tensor | None]) -> str | None:
+        """What is wrong with the result of a plan that was given ``tensors``, in words."""
+        B, Hq, Sq = self.B, self.Hq, self.Sq
+        Y = (B, Hq, Sq, self.Dv) if self.rank == 4 else (B, Sq, Hq * self.Dv)
+        if self.qk_mode is None:
+            return self._against("Y", result, Y, tensors)
+        if not isinstance(result, tuple) or len(result) != 2:
+            return f"it returned {type(result).__name__}; it must be the tuple (Y, qk)"
+        return self._against("Y", result[0], Y, tensors) or self._against(
+            "qk", result[1], (B, Hq, Sq, self.T), tensors
+        )
+
+    def _against(
+        self, name: str, got: Any, shape: tuple[int, ...], tensors: Sequence[Tensor | None]
+    ) -> str | None:
+        if not isinstance(got, Tensor):
+            return f"its {name} is of type {type(got).__name__}; it must be a tensor"
+        dtype = self.query.dtype
+        if tuple(got.shape) != shape or got.dtype is not dtype or not got.is_contiguous():
+            return (
+                f"its {name} is {dtype_name(got.dtype)} of shape {tuple(got.shape)} and strides "
+                f"{got.stride()}; it must be {dtype_name(dtype)} of shape {shape}, contiguous"
+            )
+        where = tensors[0]
+        if where is not None and got.device != where.device:
+            return f"its {name} is on {got.device}; it must be on {where.device}"
+        memory = got.untyped_storage().data_ptr()
+        if got.numel() and any(
+            t is not None and t.untyped_storage().data_ptr() == memory for t in tensors
+        ):
+            return f"its {name} shares memory with an input; it must be new"
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ Plan = Callable[..., Any]
 ENTRY_POINT_GROUP = "torch_attn_tiers.tiers"
 
 
+def _always_ready(problem: Any) -> bool:
+    return True
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Tier:
     """One implementation of an operator.
@@ -28,22 +33,35 @@ class Tier:
     A plan of ``decode`` is called as ``plan(query, key, value, nonpad_kv_seqlen, attn_mask, sinks,
     k_scale, v_scale)`` with the user's tensors, where key and value have the past in front and
     lengths and sinks are dense. It returns ``Y``, or ``(Y, qk)`` if ``problem.qk_mode`` is not
-    None: new contiguous tensors in the query's dtype.
+    None: new contiguous tensors in the query's dtype. What a registered tier's plan returns is
+    checked when it first runs.
+
+    Args:
+        op: the operator, as ``"decode"``.
+        name: what ``tier=`` and the options call it: letters, digits and ``_ . + -``.
+        predicates: each is given the problem and returns None, or in words why the tier cannot
+            take it. One that fails or returns anything else counts as a reason, and is logged.
+        build: makes the plan of a problem, compiling what is needed. An exception marks the tier
+            unfit for the problem, and the next tier runs; out of memory and an error of the device
+            are raised.
+        ready: whether ``build`` would compile and load nothing, and so be safe within a CUDA graph
+            capture. Elsewhere a tier need not be ready. By default it always is.
+        kernel_tier: it is a kernel made for the operator. In a capture any tier but the best waits
+            for no other: a kernel tier that is ready may stand in for a better one that is not,
+            other tiers never do (:class:`ColdCaptureError`).
+        slow_build: ``build`` takes many seconds, and is called by ``prepare``, for ``tier=`` or
+            under ``ATTN_TIERS_JIT=1`` only. Any other call takes the tier once ``ready`` says so,
+            hence it needs a ``ready`` of its own.
+        release: called by ``release_captured_plans``, to drop what captured graphs kept alive.
     """
 
-    #: The operator, e.g. "decode".
     op: str
     name: str
     predicates: Sequence[Predicate]
-    #: Makes the plan, compiling what is needed. An exception marks the tier unfit for the problem.
     build: Callable[[Any], Plan]
-    #: Whether ``build`` would compile nothing and be safe inside a CUDA graph capture.
-    ready: Callable[[Any], bool] = lambda problem: True
-    #: A kernel made for the operator. The others never stand in for a cold one in a capture.
+    ready: Callable[[Any], bool] = _always_ready
     kernel_tier: bool = True
-    #: ``build`` takes many seconds: only by ``prepare``, ``tier=`` or ``ATTN_TIERS_JIT=1``.
     slow_build: bool = False
-    #: Called by ``release_captured_plans`` to drop what captured graphs kept alive.
     release: Callable[[], None] | None = None
 
     def reasons(self, problem: Problem) -> list[str]:
@@ -52,12 +70,21 @@ class Tier:
         for predicate in self.predicates:
             try:
                 reason = predicate(problem)
+                if reason is not None and (not isinstance(reason, str) or not reason):
+                    raise TypeError(
+                        f"predicate {_name_of(predicate)} returned {reason!r}; it must return None "
+                        "if the tier can take the problem, else a sentence that says why not"
+                    )
             except Exception as error:  # of another package, perhaps: it must not end the call
                 log.exception("tier %s: a predicate failed on %s", self.name, problem.describe())
                 reason = f"its predicate failed: {type(error).__name__}: {error}"
             if reason is not None:
                 found.append(reason)
         return found
+
+
+def _name_of(function: object) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
 
 
 class TierHandle:
@@ -70,6 +97,7 @@ class TierHandle:
         with _lock:
             if self._tier in _cascades[self._tier.op]:
                 _cascades[self._tier.op].remove(self._tier)
+                _registered.discard(self._tier)
         _changed()
 
     def __enter__(self) -> TierHandle:
@@ -81,6 +109,7 @@ class TierHandle:
 
 _lock = threading.RLock()
 _cascades: dict[str, list[Tier]] = {}
+_registered: set[Tier] = set()
 _listeners: list[Callable[[], None]] = []
 _loading_lock = threading.RLock()
 _loading = False
@@ -122,8 +151,10 @@ def register_tier(tier: Tier, *, before: str | None = None) -> TierHandle:
         A handle with ``remove()``, also usable in a ``with`` statement.
 
     Raises:
-        ValueError: unknown operator or ``before``, or a name that is taken.
+        ValueError, TypeError: unknown operator or ``before``, a name that is taken or could not be
+            written in an option, or a field of the tier that is not what :class:`Tier` asks for.
     """
+    _check(tier)
     if tier.op not in _cascades:
         raise ValueError(
             f"register_tier: op is {tier.op!r}; operators with tiers: {', '.join(ops())}"
@@ -144,8 +175,45 @@ def register_tier(tier: Tier, *, before: str | None = None) -> TierHandle:
         else:
             position = len(cascade) - 1
         cascade.insert(position, tier)
+        _registered.add(tier)
     _changed()
     return TierHandle(tier)
+
+
+def _check(tier: Tier) -> None:
+    """A TypeError or ValueError for a tier that would only fail later, and harder to understand."""
+    if not isinstance(tier, Tier):
+        raise TypeError(f"register_tier: tier is {tier!r}; it must be a torch_attn_tiers.Tier")
+    if not isinstance(tier.name, str) or not re.fullmatch(r"[\w.+-]+", tier.name):
+        raise ValueError(
+            f"register_tier: name is {tier.name!r}; it must be a string of letters, digits and "
+            "_ . + - (options name a tier as 'op:name,op:name')"
+        )
+    where = f"register_tier: tier {tier.name!r}:"
+    predicates = tier.predicates
+    if not isinstance(predicates, (list, tuple)) or not all(map(callable, predicates)):
+        raise TypeError(
+            f"{where} predicates is {predicates!r}; it must be a list or tuple of functions (empty "
+            "if the tier takes every problem)"
+        )
+    for name in ("build", "ready"):
+        if not callable(getattr(tier, name)):
+            raise TypeError(f"{where} {name} is {getattr(tier, name)!r}; it must be a function")
+    if tier.release is not None and not callable(tier.release):
+        raise TypeError(f"{where} release is {tier.release!r}; it must be a function or None")
+    for name in ("kernel_tier", "slow_build"):
+        if not isinstance(getattr(tier, name), bool):
+            raise TypeError(f"{where} {name} is {getattr(tier, name)!r}; it must be True or False")
+    if tier.slow_build and tier.ready is _always_ready:
+        raise ValueError(
+            f"{where} slow_build=True without ready; by default a tier is always ready, so that "
+            "any call would build it: give a ready that is False until prepare has built it"
+        )
+
+
+def is_registered(tier: Tier) -> bool:
+    """Whether it came by :func:`register_tier`, and is not one of ours."""
+    return tier in _registered
 
 
 def on_change(listener: Callable[[], None]) -> None:
