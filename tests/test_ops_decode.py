@@ -295,3 +295,19 @@ def test_tensors_on_two_devices_are_an_error() -> None:
         torch_attn_tiers.explain("decode", query, key.to("meta"), value)
     with pytest.raises(ValueError, match="on meta"):
         decode(query, key.to("meta"), value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_only_hidden_keys_read_minus_infinity_in_masked_logits(
+    dtype: torch.dtype, batch_invariant: bool
+) -> None:
+    query, key = torch.randn(1, 2, 1, 8, dtype=dtype), torch.randn(1, 1, 4, 8, dtype=dtype)
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.tensor([0.0, -1e5, lowest, -torch.inf])
+    *_, logits = torch.ops.attn_tiers.decode.qk(
+        query, key, key, None, None, None, mask, qk_matmul_output_mode=2,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    assert logits.isinf().tolist() == [[[[False, False, False, True]]] * 2]
+    assert (logits[..., 2] <= torch.finfo(dtype).min / 2).all()

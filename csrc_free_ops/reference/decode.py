@@ -86,8 +86,13 @@ def decode(
 
     if qk_matmul_output_mode is None:
         return output.to(query.dtype), None
-    stages = (products, capped, logits, probabilities)
+    stages = (products, capped, _masked(logits, visible, query.dtype), probabilities)
     return output.to(query.dtype), stages[qk_matmul_output_mode].to(query.dtype)
+
+
+def _masked(logits: Tensor, visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits as they are returned in ``dtype``: -inf says hidden, and nothing else does."""
+    return torch.where(visible, logits.clamp(min=torch.finfo(dtype).min), -torch.inf)
 
 
 def softmax_with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
@@ -198,7 +203,8 @@ def _decode_row(
     output = torch.where(row_sees_a_key, output / denominator, 0.0)
     probabilities = [torch.where(row_sees_a_key, w / denominator, 0.0) for w in weights]
     empty = rows.new_empty(Hq, Sq, 0)
-    stages = (products, capped, logits, probabilities)
+    returned = [_masked(x, seen, query.dtype) for x, seen in zip(logits, visible_chunks)]
+    stages = (products, capped, returned, probabilities)
     return output, tuple(torch.cat([empty, *stage], 2) for stage in stages)
 
 
