@@ -227,6 +227,20 @@ def test_options_with_an_error_leave_everything_as_it_was() -> None:
     assert _ran(*_qkv()) == "unfused"
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(disable=["decode:flash"]), dict(force=5), dict(disable=False),
+        dict(jit="0"), dict(jit=1), dict(check="no"), dict(check=2),
+    ],
+)  # fmt: skip
+def test_options_of_another_type_are_an_error(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(TypeError) as error, torch_attn_tiers.options(**wrong):
+        pass
+    assert str(error.value).startswith(f"options: {name} is {value!r}; it must be ")
+
+
 def test_environment_sets_the_defaults(first: Invented, second: Invented) -> None:
     try:
         read_environment(all_names, {"ATTN_TIERS_DISABLE": "decode:first, decode:flash"})
@@ -239,6 +253,7 @@ def test_environment_sets_the_defaults(first: Invented, second: Invented) -> Non
             ("ATTN_TIERS_FORCE", "decode:first,decode:second"),
             ("ATTN_TIERS_JIT", "yes"),
             ("ATTN_TIERS_CHECK", "2"),
+            ("ATTN_TIERS_FORCED", "decode:flash"),
         ):
             with pytest.raises(ValueError, match=name):
                 read_environment(all_names, {name: value})
@@ -255,6 +270,15 @@ def test_unknown_name_in_the_environment_is_an_error_at_import() -> None:
     )
     assert result.returncode != 0
     assert "ATTN_TIERS_FORCE: 'decode:fastest' is no tier; it must be one of" in result.stderr
+
+
+def test_misspelt_variable_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError) as error:
+        read_environment(all_names, {"ATTN_TIER_X": "", "ATTN_TIERS_DISABLED": "decode:flash"})
+    assert str(error.value) == (
+        "ATTN_TIERS_DISABLED='decode:flash': there is no such option; known are "
+        "ATTN_TIERS_DISABLE, ATTN_TIERS_FORCE, ATTN_TIERS_JIT, ATTN_TIERS_CHECK"
+    )
 
 
 def test_check_option_raises_for_lengths_that_would_be_clamped() -> None:

@@ -23,6 +23,8 @@ class Options:
         return dict(self.force).get(op)
 
 
+_PREFIX = "ATTN_TIERS_"
+_VARIABLES = ("DISABLE", "FORCE", "JIT", "CHECK")
 _interned: dict[tuple[object, ...], Options] = {}
 _defaults = Options()
 _context: ContextVar[Options | None] = ContextVar("torch_attn_tiers.options", default=None)
@@ -56,6 +58,7 @@ def options(
 
     Raises:
         ValueError: a name that no operator has, or two forced tiers of one operator.
+        TypeError: an option of another type.
 
     Example:
         >>> import torch, torch_attn_tiers
@@ -64,6 +67,15 @@ def options(
         ...     torch.ops.attn_tiers.decode(q, k, v).shape
         torch.Size([1, 8, 1, 64])
     """
+    for name, text in (("disable", disable), ("force", force)):
+        if text is not None and not isinstance(text, str):
+            raise TypeError(
+                f"options: {name} is {text!r}; it must be a string of names as in "
+                "'decode:flash,decode:mea'"
+            )
+    for name, flag in (("jit", jit), ("check", check)):
+        if flag is not None and not isinstance(flag, bool):
+            raise TypeError(f"options: {name} is {flag!r}; it must be True or False")
     now = current()
     token = _context.set(
         _intern(
@@ -85,6 +97,12 @@ def read_environment(
     """Take the defaults from ``ATTN_TIERS_*``; ``names_of`` returns all ``op:tier``."""
     global _defaults, _known_names
     _known_names = names_of
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _VARIABLES:
+            known = ", ".join(_PREFIX + variable for variable in _VARIABLES)
+            raise ValueError(
+                f"{name}={environ[name]!r}: there is no such option; known are {known}"
+            )
     disable = _parse("ATTN_TIERS_DISABLE", environ.get("ATTN_TIERS_DISABLE", ""))
     force = _parse("ATTN_TIERS_FORCE", environ.get("ATTN_TIERS_FORCE", ""))
     _defaults = _intern(
