@@ -280,6 +280,15 @@ def test_widest_dtype_decides_whether_the_kernel_can_write() -> None:
     assert wide.chosen == "reference"
 
 
+def test_check_option_lets_an_update_of_no_position_go_anywhere() -> None:
+    cache = torch.randn(B, HKV, T, D)
+    before = cache.clone()
+    with torch_attn_tiers.options(check=True):
+        tensor_scatter_(cache, cache.new_empty(B, HKV, 0, D), torch.full((B,), T + 2))
+        kv_scatter_(cache, cache.clone(), *[cache.new_empty(B, HKV, 0, D)] * 2, torch.full((B,), T))
+    assert cache.equal(before)
+
+
 def test_check_option_refuses_an_update_inside_the_cache() -> None:
     cache = torch.randn(B, HKV, T, D)
     with torch_attn_tiers.options(check=True):

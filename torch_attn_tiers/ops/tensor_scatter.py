@@ -162,6 +162,7 @@ def _check_values(
     if (
         write_indices is None
         or write_mode == "circular"
+        or pairs[0][3].shape[axis] == 0  # nothing to lose, wherever it goes
         or is_capturing(device_facts(write_indices.device))
     ):
         return
