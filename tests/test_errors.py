@@ -286,6 +286,63 @@ def test_float64_queries_take_what_float32_cannot() -> None:
         assert torch.ops.attn_tiers.decode(*tensors, **scalars).isfinite().all()
 
 
+# --------------------------------------------------------------------- tensors of another kind
+
+STRANGE: dict[str, Callable[[], torch.Tensor | None]] = {
+    "None": lambda: None,
+    "sparse_coo": lambda: _zeros(2, 2, 5, 4).to_sparse(),
+    "mkldnn": lambda: _zeros(2, 2, 5, 4).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([_zeros(2, 5, 4), _zeros(2, 3, 4)]),
+}
+_PLAIN = _zeros(2, 2, 5, 4)
+_GATES = _zeros(2, 2, 5)
+STRANGE_CALLS: dict[str, dict[str, torch.Tensor]] = {
+    "decode": dict(query=_PLAIN, key=_PLAIN, value=_PLAIN),
+    "decode.present": dict(query=_PLAIN, key=_PLAIN, value=_PLAIN),
+    "tensor_scatter_": dict(past_cache=_PLAIN, update=_PLAIN.clone()),
+    "kv_scatter_": dict(
+        key_cache=_PLAIN, value_cache=_PLAIN.clone(), key=_PLAIN.clone(), value=_PLAIN.clone()
+    ),
+    "gdn_chunk_prefill": dict(q=_PLAIN, k=_PLAIN, v=_PLAIN, g=_GATES, beta=_GATES),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("call", STRANGE_CALLS)
+@pytest.mark.parametrize("kind", STRANGE)
+def test_tensor_that_is_not_dense_is_one_clear_error(kind: str, call: str) -> None:
+    if kind == "mkldnn" and not torch.backends.mkldnn.is_available():
+        pytest.skip("this PyTorch has no mkldnn tensors")
+    packet, _, overload = call.partition(".")
+    op = getattr(getattr(torch.ops.attn_tiers, packet), overload or "default")
+    for name in STRANGE_CALLS[call]:
+        args = {**STRANGE_CALLS[call], name: STRANGE[kind]()}
+        for ask in (op, lambda *a: torch_attn_tiers.explain(call, *a)):
+            with pytest.raises(TypeError) as error:
+                ask(*args.values())
+            expected = "None" if kind == "None" else f"a tensor of layout {kind}"
+            assert str(error.value).startswith(f"{call}: {name} is {expected}; it must be ")
+
+
+@pytest.mark.parametrize("view", ["conjugate", "negative"])
+def test_views_that_are_computed_are_read_and_not_written(view: str) -> None:
+    base = torch.randn(2, 1, 3, 4, dtype=torch.complex64)
+    strange = base.conj() if view == "conjugate" else base.conj().imag
+    assert strange.is_conj() or strange.is_neg()
+    cache, ops = torch.zeros_like(strange.resolve_conj().resolve_neg()), torch.ops.attn_tiers
+    ops.tensor_scatter_(cache, strange)
+    assert cache.equal(strange.resolve_conj().resolve_neg())
+    before = base.clone()
+    for write in (
+        lambda: ops.tensor_scatter_(strange, cache),
+        lambda: ops.kv_scatter_(cache.clone(), strange, cache, cache),
+        lambda: torch_attn_tiers.explain("tensor_scatter_", strange, cache),
+    ):
+        with pytest.raises(ValueError, match="cache is a conjugate or negative view"):
+            write()
+    assert base.equal(before)
+
+
 # ------------------------------------------------------------------------------------- gradients
 
 

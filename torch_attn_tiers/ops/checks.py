@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,22 @@ def require_type(condition: bool, message: str) -> None:
     """``TypeError(message)`` unless ``condition``."""
     if not condition:
         raise TypeError(message)
+
+
+def require_dense(op: str, required: Iterable[str], **tensors: Tensor | None) -> None:
+    """``TypeError`` unless all tensors have strides and memory, and none of ``required`` is None.
+
+    PyTorch takes None for any tensor.
+    """
+    for name, tensor in tensors.items():
+        if tensor is None:
+            require_type(name not in required, f"{op}: {name} is None; it must be a tensor")
+            continue
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        require_type(
+            kind == "strided",
+            f"{op}: {name} is a tensor of layout {kind.strip('_')}; it must be a dense strided one",
+        )
 
 
 def require_same_device(op: str, **tensors: Tensor | None) -> None:

@@ -61,7 +61,14 @@ from csrc_free_ops.facts import (
     heads_first_facts,
 )
 from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, is_capturing, known
-from torch_attn_tiers.ops.checks import layout, require, require_same_device, require_type, shape_of
+from torch_attn_tiers.ops.checks import (
+    layout,
+    require,
+    require_dense,
+    require_same_device,
+    require_type,
+    shape_of,
+)
 from torch_attn_tiers.ops.registration import define, forbid_grad
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import DecodeProblem, dtype_name, library_versions
@@ -122,6 +129,7 @@ class Scalars(NamedTuple):
     qk_matmul_output_mode: int = 0  # of decode.qk only
 
 
+_REQUIRED = ("query", "key", "value")
 _WITHOUT_PAST = tuple(name for name in Tensors._fields if not name.startswith("past_"))
 
 
@@ -162,6 +170,7 @@ class Sizes(NamedTuple):
 
 def _check(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
     """The sizes of a legal call; a ValueError or TypeError for any other."""
+    require_dense(op, _REQUIRED, **tensors._asdict())
     require_same_device(op, **tensors._asdict())
     _check_dtypes(op, tensors)
     sizes = _check_shapes(op, tensors, scalars)
@@ -504,40 +513,45 @@ def _decode(
     **scalars: Any,
 ) -> Tensor:
     # Spelled out: this runs at every call, and a loop or a function for it costs microseconds.
-    if torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (attn_mask is not None and attn_mask.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
-    ):
-        forbid_grad("decode", query, key, value, attn_mask, sinks)
     options = current()
-    flat = (
-        "decode",
-        options,
-        query.device,
-        query.shape,
-        query.stride(),
-        query.dtype,
-        query.data_ptr() % 16 == 0,
-        key.shape,
-        key.stride(),
-        key.dtype,
-        key.get_device(),
-        key.data_ptr() % 16 == 0,
-        value.shape,
-        value.stride(),
-        value.dtype,
-        value.get_device(),
-        value.data_ptr() % 16 == 0,
-        None if nonpad_kv_seqlen is None else _kind(nonpad_kv_seqlen),
-        None if attn_mask is None else layout(attn_mask),
-        None if sinks is None else _kind(sinks),
-        k_scale is None and v_scale is None,
-        *scalars,
-        *scalars.values(),
-    )
+    try:
+        if torch.is_grad_enabled() and (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (attn_mask is not None and attn_mask.requires_grad)
+            or (sinks is not None and sinks.requires_grad)
+        ):
+            forbid_grad("decode", query, key, value, attn_mask, sinks)
+        flat = (
+            "decode",
+            options,
+            query.device,
+            query.shape,
+            query.stride(),
+            query.dtype,
+            query.data_ptr() % 16 == 0,
+            key.shape,
+            key.stride(),
+            key.dtype,
+            key.get_device(),
+            key.data_ptr() % 16 == 0,
+            value.shape,
+            value.stride(),
+            value.dtype,
+            value.get_device(),
+            value.data_ptr() % 16 == 0,
+            None if nonpad_kv_seqlen is None else _kind(nonpad_kv_seqlen),
+            None if attn_mask is None else layout(attn_mask),
+            None if sinks is None else _kind(sinks),
+            k_scale is None and v_scale is None,
+            *scalars,
+            *scalars.values(),
+        )
+    except (AttributeError, RuntimeError):  # a tensor without what a key is made of
+        args = (query, key, value, nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
+        require_dense("decode", _REQUIRED, **dict(zip(_WITHOUT_PAST, args)))
+        raise
     decision = known(flat)
     if decision is None:
         args = (query, key, value, nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
@@ -558,7 +572,11 @@ def _decode_with_present(
     forbid_grad(op, *args)
     options = current()
     query, key, value, past_key, past_value, nonpad_kv_seqlen, attn_mask, sinks = _eight(args)
-    flat = (op, options, query.device, *map(layout, args), *scalars, *scalars.values())
+    try:
+        flat = (op, options, query.device, *map(layout, args), *scalars, *scalars.values())
+    except (AttributeError, RuntimeError):  # a tensor without what a key is made of
+        require_dense(op, _REQUIRED, **dict(zip(Tensors._fields, args)))
+        raise
     decision = known(flat)
     if decision is None:
         decision = decide(flat, _problem(op, *_bind(op, args, scalars), None))

@@ -62,7 +62,14 @@ from torch import Tensor
 
 from csrc_free_ops.facts import DeviceFacts, contiguous_facts, device_facts, tensor_facts
 from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, is_capturing, known
-from torch_attn_tiers.ops.checks import layout, require, require_same_device, require_type, shape_of
+from torch_attn_tiers.ops.checks import (
+    layout,
+    require,
+    require_dense,
+    require_same_device,
+    require_type,
+    shape_of,
+)
 from torch_attn_tiers.ops.registration import define, forbid_grad
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import GdnProblem, dtype_name, library_versions
@@ -100,6 +107,9 @@ class Tensors(NamedTuple):
     beta: Tensor
     initial_state: Tensor | None = None
     cu_seqlens: Tensor | None = None
+
+
+_REQUIRED = ("q", "k", "v", "g", "beta")
 
 
 class Scalars(NamedTuple):
@@ -151,6 +161,7 @@ def _bind(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tenso
 
 def _check(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
     """The sizes of a legal call; a ValueError or TypeError for any other."""
+    require_dense(op, _REQUIRED, **tensors._asdict())
     require_same_device(op, **tensors._asdict())
     _check_dtypes(op, tensors)
     B, T, N, Hq, Hv, K, V = _check_shapes(op, tensors, scalars)
@@ -398,7 +409,11 @@ def _run(
     tensors = (q, k, v, g, beta, initial_state, cu_seqlens)
     forbid_grad(op, *tensors)
     options = current()
-    flat = (op, options, q.device, *map(layout, tensors), *scalars, *scalars.values())
+    try:
+        flat = (op, options, q.device, *map(layout, tensors), *scalars, *scalars.values())
+    except (AttributeError, RuntimeError):  # a tensor without what a key is made of
+        require_dense(op, _REQUIRED, **dict(zip(Tensors._fields, tensors)))
+        raise
     decision = known(flat)
     if decision is None:
         decision = decide(flat, _problem(op, *_bind(op, tensors, scalars), None))

@@ -12,6 +12,8 @@ from torch.library import Library, custom_op, fallthrough_kernel
 
 #: Backends with a kernel of their own in the dispatcher; others go through custom_op.
 DIRECT_BACKENDS = ("CPU", "CUDA")
+#: Backends whose tensors every kernel refuses; custom_op does not get to see them.
+_REFUSED = ("NestedTensorCPU", "NestedTensorCUDA")
 
 #: Holds the direct kernels. If it were collected they would vanish without a word.
 _libraries: dict[str, Library] = {}
@@ -39,13 +41,37 @@ def define(
         _libraries[namespace] = Library(namespace, "IMPL")
     library = _libraries[namespace]
     direct = torch.compiler.disable(kernel)  # else Dynamo traces into the choice of a tier
-    for backend in DIRECT_BACKENDS:
+    for backend in (*DIRECT_BACKENDS, *_REFUSED):
         library.impl(qualified, direct, backend, allow_override=True)
     with warnings.catch_warnings():  # that a kernel is overridden is the point
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         library.impl(qualified, fallthrough_kernel, "Autograd", allow_override=True)
         if mutates:
             library.impl(qualified, fallthrough_kernel, "ADInplaceOrView", allow_override=True)
+            for view in ("Conjugate", "Negative"):
+                library.impl(qualified, _resolving(name, mutates), view)
+
+
+def _resolving(name: str, mutates: Sequence[str]) -> Callable[..., Any]:
+    """For conjugate or negative views: reads them as what they stand for, refuses to write them."""
+    namespace, _, qualified = name.partition("::")
+
+    def resolve(*args: Any, **kwargs: Any) -> Any:
+        operator = getattr(getattr(torch.ops, namespace), qualified).default
+        names = [argument.name for argument in operator._schema.arguments]
+        resolved = []
+        for argument, value in zip(names, args):
+            if isinstance(value, Tensor) and (value.is_conj() or value.is_neg()):
+                if argument in mutates:
+                    raise ValueError(
+                        f"{qualified}: {argument} is a conjugate or negative view, which is not "
+                        "written through: write into the tensor that it is a view of"
+                    )
+                value = value.resolve_conj().resolve_neg()
+            resolved.append(value)
+        return operator(*resolved, **kwargs)
+
+    return resolve
 
 
 def forbid_grad(op: str, *tensors: Tensor | None) -> None:

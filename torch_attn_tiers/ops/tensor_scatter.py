@@ -53,7 +53,14 @@ from torch_attn_tiers.dispatch import (
     is_capturing,
 )
 from torch_attn_tiers.errors import ColdCaptureError
-from torch_attn_tiers.ops.checks import layout, require, require_same_device, require_type, shape_of
+from torch_attn_tiers.ops.checks import (
+    layout,
+    require,
+    require_dense,
+    require_same_device,
+    require_type,
+    shape_of,
+)
 from torch_attn_tiers.ops.registration import define, forbid_grad, mark_written
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import Problem, dtype_name
@@ -78,6 +85,7 @@ def _check(
     """Raise unless each ``(cache name, cache, update name, update)`` and the rest are legal."""
     first_name, first = pairs[0][:2]
     named = {name: tensor for pair in pairs for name, tensor in (pair[:2], pair[2:])}
+    require_dense(op, named, **named, write_indices=write_indices)
     require_same_device(op, **named, write_indices=write_indices)
     require(
         write_mode in _MODES,
@@ -132,6 +140,11 @@ def _check_pair(
                 update.shape[dim] == cache.shape[dim],
                 f"{op}: {shapes}; they must agree in dimension {dim}",
             )
+    require(
+        not cache.is_conj() and not cache.is_neg(),
+        f"{op}: {cache_name} is a conjugate or negative view, which is not written through: write "
+        "into the tensor that it is a view of",
+    )
     for size, stride in zip(cache.shape, cache.stride()):
         require(
             not (isinstance(stride, int) and stride == 0) or size <= 1,
@@ -384,7 +397,12 @@ def _tensor_scatter(
 ) -> None:
     forbid_grad("tensor_scatter_", past_cache, update)
     tensors = (past_cache, update, write_indices)
-    flat = (past_cache.device, *map(layout, tensors), axis, write_mode)
+    try:
+        flat = (past_cache.device, *map(layout, tensors), axis, write_mode)
+    except (AttributeError, RuntimeError):  # a tensor without what a key is made of
+        named = dict(past_cache=past_cache, update=update)
+        require_dense("tensor_scatter_", named, **named, write_indices=write_indices)
+        raise
     write = _writes.get(flat)
     if write is None or current().check:
         pairs = (("past_cache", past_cache, "update", update),)
@@ -408,7 +426,12 @@ def _kv_scatter(
     forbid_grad("kv_scatter_", key_cache, value_cache, key, value)
     caches, updates = (key_cache, value_cache), (key, value)
     tensors = (*caches, *updates, write_indices, k_scale, v_scale)
-    flat = (key_cache.device, *map(layout, tensors), axis, write_mode)
+    try:
+        flat = (key_cache.device, *map(layout, tensors), axis, write_mode)
+    except (AttributeError, RuntimeError):  # a tensor without what a key is made of
+        named = dict(key_cache=key_cache, value_cache=value_cache, key=key, value=value)
+        require_dense("kv_scatter_", named, **named, write_indices=write_indices)
+        raise
     write = _writes.get(flat)
     if write is None or current().check:
         _check_scales("kv_scatter_", k_scale, v_scale)
