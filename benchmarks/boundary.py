@@ -61,8 +61,9 @@ def _rows() -> list[tuple[str, float | None, Callable[[], Any]]]:
     define("attn_tiers_bench::write", mutating, _write_nothing, _write_nothing, ("a", "b"))
     bench = torch.ops.attn_tiers_bench
 
+    y = torch.zeros(8, 32, 1, 128)  # of the right shape: the first result is looked at
     tier = torch_attn_tiers.Tier(
-        op="decode", name="nothing", predicates=(), build=lambda problem: _nothing
+        op="decode", name="nothing", predicates=(), build=lambda problem: lambda *tensors: y
     )
     torch_attn_tiers.register_tier(tier, before="flash")
     query, cache = torch.zeros(8, 32, 1, 128), torch.zeros(8, 8, 64, 128)
