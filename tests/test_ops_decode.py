@@ -311,3 +311,63 @@ def test_only_hidden_keys_read_minus_infinity_in_masked_logits(
     )  # fmt: skip
     assert logits.isinf().tolist() == [[[[False, False, False, True]]] * 2]
     assert (logits[..., 2] <= torch.finfo(dtype).min / 2).all()
+
+
+# --------------------------------------------------------------------------- torch.func transforms
+
+
+def _transform_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(2, 4, 1, 8), torch.randn(2, 2, 5, 8)
+
+
+@pytest.mark.parametrize("name", ["grad", "vjp", "jvp", "jacrev", "jacfwd", "vmap of grad"])
+def test_derivatives_of_torch_func_are_errors_and_not_zeros(name: str) -> None:
+    query, key = _transform_inputs()
+
+    def f(query: torch.Tensor) -> torch.Tensor:
+        return torch.ops.attn_tiers.decode(query, key, key).sum()
+
+    run: dict[str, Any] = {
+        "grad": lambda: torch.func.grad(f)(query),
+        "vjp": lambda: torch.func.vjp(f, query),
+        "jvp": lambda: torch.func.jvp(f, (query,), (query,)),
+        "jacrev": lambda: torch.func.jacrev(f)(query),
+        "jacfwd": lambda: torch.func.jacfwd(f)(query),
+        "vmap of grad": lambda: torch.vmap(torch.func.grad(f))(query[None]),
+    }
+    with pytest.raises(RuntimeError, match="attn_tiers::decode is inference-only"):
+        run[name]()
+
+
+@pytest.mark.parametrize("how", ["detach", "no_grad", "constant"])
+def test_within_a_derivative_a_call_that_takes_no_part_just_works(how: str) -> None:
+    query, key = _transform_inputs()
+    expected = torch.ops.attn_tiers.decode(query, key, key)
+    cache = torch.zeros_like(key)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        torch.ops.attn_tiers.tensor_scatter_(cache, key)
+        with torch.set_grad_enabled(how != "no_grad"):
+            taken = {"detach": x.detach(), "no_grad": x, "constant": query}[how]
+            weight = torch.ops.attn_tiers.decode(taken, cache, cache)
+        return (x * weight).sum()
+
+    assert torch.func.grad(f)(query).equal(expected)
+    assert cache.equal(key)
+
+
+def test_vmap_is_call_by_call() -> None:
+    query, key = _transform_inputs()
+    queries, masks = torch.randn(3, *query.shape), torch.randn(5, 3)
+    decode = torch.ops.attn_tiers.decode
+
+    def f(query: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return decode.present(query, key, key, None, None, None, mask)
+
+    got = torch.vmap(f, in_dims=(0, 1))(queries, masks)
+    expected = [f(q, mask) for q, mask in zip(queries, masks.T)]
+    for result, *rows in zip(got, *expected):
+        torch.testing.assert_close(result, torch.stack(rows))
+    assert torch.vmap(lambda _: decode(query, key, key))(queries).shape == queries.shape
+    with pytest.raises(NotImplementedError, match=r"tensor_scatter_ is not supported .* \(Vmap\)"):
+        torch.vmap(torch.ops.attn_tiers.tensor_scatter_)(key[None].clone(), key[None])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import Library, custom_op, fallthrough_kernel
 
 #: Backends with a kernel of their own in the dispatcher; others go through custom_op.
@@ -46,32 +47,96 @@ def define(
     with warnings.catch_warnings():  # that a kernel is overridden is the point
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         library.impl(qualified, fallthrough_kernel, "Autograd", allow_override=True)
+        library.impl(qualified, _transformed(name, mutates), "FuncTorchDynamicLayerFrontMode")
         if mutates:
             library.impl(qualified, fallthrough_kernel, "ADInplaceOrView", allow_override=True)
             for view in ("Conjugate", "Negative"):
                 library.impl(qualified, _resolving(name, mutates), view)
 
 
+def _operator(name: str) -> Any:
+    namespace, _, qualified = name.partition("::")
+    packet, _, overload = qualified.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
 def _resolving(name: str, mutates: Sequence[str]) -> Callable[..., Any]:
     """For conjugate or negative views: reads them as what they stand for, refuses to write them."""
-    namespace, _, qualified = name.partition("::")
 
     def resolve(*args: Any, **kwargs: Any) -> Any:
-        operator = getattr(getattr(torch.ops, namespace), qualified).default
-        names = [argument.name for argument in operator._schema.arguments]
+        operator = _operator(name)
         resolved = []
-        for argument, value in zip(names, args):
+        for argument, value in zip(operator._schema.arguments, args):
             if isinstance(value, Tensor) and (value.is_conj() or value.is_neg()):
-                if argument in mutates:
+                if argument.name in mutates:
                     raise ValueError(
-                        f"{qualified}: {argument} is a conjugate or negative view, which is not "
-                        "written through: write into the tensor that it is a view of"
+                        f"{name.partition('::')[2]}: {argument.name} is a conjugate or negative "
+                        "view, which is not written through: write into the tensor that it is a "
+                        "view of"
                     )
                 value = value.resolve_conj().resolve_neg()
             resolved.append(value)
         return operator(*resolved, **kwargs)
 
     return resolve
+
+
+def _transformed(name: str, mutates: Sequence[str]) -> Callable[..., Any]:
+    """For calls within ``torch.func`` transforms, which would take the lack of a formula for zero.
+
+    Only such a call comes here, so that others pay nothing for it. The innermost transform is dealt
+    with, the next one finds its way here by itself.
+    """
+    qualified = name.partition("::")[2]
+
+    def transform(*args: Any, **kwargs: Any) -> Any:
+        from torch._C import _functorch
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+        from torch._functorch.vmap import unwrap_batched
+        from torch.utils import _pytree as pytree
+
+        operator = _operator(name)
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        level, kind = interpreter.level(), interpreter.key().name
+        if kind in ("Grad", "Jvp"):
+            if kind == "Grad":
+                forbid_grad(qualified, *args)
+            else:
+                _forbid_tangents(qualified, *args)
+            unwrap = lambda t: _functorch._unwrap_for_grad(t, level)  # noqa: E731
+            args = pytree.tree_map_only(Tensor, unwrap, args)
+            with interpreter.lower():
+                result = operator(*args, **kwargs)
+            return pytree.tree_map_only(
+                Tensor, lambda t: _functorch._wrap_for_grad(t, level), result
+            )
+        if kind != "Vmap" or mutates:
+            raise NotImplementedError(
+                f"attn_tiers::{qualified} is not supported within this torch.func transform "
+                f"({kind}): call it outside, it takes a batch itself"
+            )
+        args, dims = unwrap_batched(args, level)
+        results = []
+        with interpreter.lower():
+            if all(dim is None for dim in dims):
+                return operator(*args, **kwargs)
+            for i in range(interpreter.batch_size()):
+                row = [a if d is None else a.select(d, i) for a, d in zip(args, dims)]
+                results.append(operator(*row, **kwargs))
+            stacked = pytree.tree_map(lambda *rows: torch.stack(rows), *results)
+        return pytree.tree_map(lambda t: _functorch._add_batch_dim(t, 0, level), stacked)
+
+    return transform
+
+
+def _forbid_tangents(op: str, *tensors: Tensor | None) -> None:
+    """Raise if a forward derivative would be lost."""
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor, level=0).tangent is not None:
+            raise RuntimeError(
+                f"attn_tiers::{op} is inference-only and an input has a forward derivative; "
+                "detach the input"
+            )
 
 
 def forbid_grad(op: str, *tensors: Tensor | None) -> None:
