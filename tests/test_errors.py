@@ -371,6 +371,23 @@ def test_an_input_that_requires_grad_is_an_error_under_enabled_grad(which: str, 
         assert run(*args).shape == (B, HQ, SQ, DV)
 
 
+@pytest.mark.parametrize("ask", [torch_attn_tiers.explain, torch_attn_tiers.prepare])
+def test_explain_and_prepare_refuse_gradients_too(ask: Callable[..., Any]) -> None:
+    weight = _zeros(2, 2, 5, 4).requires_grad_()
+    plain = _zeros(2, 2, 5, 4)
+    for call, args in {
+        "decode": (weight, plain, plain),
+        "decode.present": (plain, plain, weight),
+        "tensor_scatter_": (plain, weight),
+        "kv_scatter_": (plain, plain.clone(), weight, weight),
+        "gdn_chunk_prefill": (plain, plain, weight, _GATES, _GATES),
+    }.items():
+        with pytest.raises(RuntimeError, match=f"attn_tiers::{call} is inference-only"):
+            ask(call, *args)
+        with torch.no_grad():
+            ask(call, *args)
+
+
 def test_cache_writes_refuse_gradients_too() -> None:
     cache, update = _zeros(2, 2, 5, 4), _zeros(2, 2, 1, 4).requires_grad_()
     with pytest.raises(Exception, match="inference"):

@@ -540,7 +540,7 @@ def explain(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanati
             :class:`DeviceFacts` of another, as ``DeviceFacts.of("sm_90")``.
 
     Raises:
-        ValueError, TypeError: as the operator would for these arguments.
+        ValueError, TypeError, RuntimeError: as the operator would for these arguments.
 
     Example:
         >>> import torch, torch_attn_tiers
@@ -563,7 +563,7 @@ def prepare(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanati
         The explanation afterwards: its ``chosen`` tier is ready.
 
     Raises:
-        ValueError, TypeError: as the operator would for these arguments.
+        ValueError, TypeError, RuntimeError: as the operator would for these arguments.
         RuntimeError: a capture is under way.
     """
     if isinstance(device, DeviceFacts):

@@ -488,6 +488,7 @@ def _canonical_window(sizes: Sizes, has_lengths: bool, scalars: Scalars) -> tupl
 
 def _problem_of(op: str, *args: Any, facts: DeviceFacts | None, **kwargs: Any) -> DecodeProblem:
     """:func:`_problem` for ``explain`` and ``prepare``, from the operator's own arguments."""
+    forbid_grad(op, *args)
     return _problem(op, *_bind(op, args, kwargs), facts)
 
 

@@ -339,6 +339,7 @@ def _problem(op: str, tensors: Tensors, scalars: Scalars, facts: DeviceFacts | N
 
 def _problem_of(op: str, *args: Any, facts: DeviceFacts | None, **kwargs: Any) -> GdnProblem:
     """:func:`_problem` for ``explain`` and ``prepare``, from the operator's own arguments."""
+    forbid_grad(op, *args)
     return _problem(op, *_bind(op, args, kwargs), facts)
 
 
