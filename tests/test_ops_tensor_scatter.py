@@ -296,6 +296,23 @@ def test_check_option_refuses_an_update_inside_the_cache() -> None:
             tensor_scatter_(cache, cache[:, :, :S])
         tensor_scatter_(cache, cache[:, :, :S].clone())
         tensor_scatter_(cache[:1], cache[1:2, :, :S])  # beside it
+        values = torch.randn(B, HKV, T, D)
+        with pytest.raises(ValueError, match="key overlaps value_cache in memory"):
+            kv_scatter_(cache, values, values[:, :, :S], values[:, :, :S].clone())
         with pytest.raises(ValueError, match="value overlaps value_cache in memory"):
-            values = torch.randn(B, HKV, T, D)
             kv_scatter_(cache, values, values[:, :, :S].clone(), values[:, :, :S])
+
+
+def test_one_cache_for_keys_and_values_is_an_error() -> None:
+    cache = torch.randn(B, HKV, T, D)
+    before, update = cache.clone(), torch.randn(B, HKV, S, D)
+    for other in (cache, cache[:, :, :]):
+        with pytest.raises(ValueError, match="begin at one place in memory"):
+            kv_scatter_(cache, other, update, update)
+    with pytest.raises(ValueError, match="begin at one place in memory"):
+        torch_attn_tiers.explain("kv_scatter_", cache, cache, update, update)
+    assert cache.equal(before)
+    packed = torch.zeros(B, HKV, T, 2, D)  # keys and values take turns in memory
+    kv_scatter_(packed[..., 0, :], packed[..., 1, :], update, update)
+    empty = torch.empty(0, HKV, T, D)
+    kv_scatter_(empty, empty, *[torch.empty(0, HKV, S, D)] * 2)

@@ -35,6 +35,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -67,6 +68,10 @@ from torch_attn_tiers.problem import Problem, dtype_name
 
 log = logging.getLogger("torch_attn_tiers")
 
+_ONE_CACHE = (
+    "kv_scatter_: key_cache and value_cache begin at one place in memory, and the values would "
+    "overwrite the keys; give two caches"
+)
 _MODES = ("linear", "circular")
 
 
@@ -166,7 +171,8 @@ def _check_values(
     op: str, pairs: _Pairs, write_indices: Tensor | None, axis: int, write_mode: str
 ) -> None:
     """Under the ``check`` option: raise for what would lose part of an update."""
-    for cache_name, cache, update_name, update in pairs:
+    caches, updates = [pair[:2] for pair in pairs], [pair[2:] for pair in pairs]
+    for (cache_name, cache), (update_name, update) in itertools.product(caches, updates):
         require(
             not _overlap(cache, update),
             f"{op}: {update_name} overlaps {cache_name} in memory, and is read while that is "
@@ -427,6 +433,7 @@ def _kv_scatter(
     caches, updates = (key_cache, value_cache), (key, value)
     tensors = (*caches, *updates, write_indices, k_scale, v_scale)
     try:
+        is_one = key_cache.data_ptr() == value_cache.data_ptr() and key_cache.numel() > 0
         flat = (key_cache.device, *map(layout, tensors), axis, write_mode)
     except (AttributeError, RuntimeError):  # a tensor without what a key is made of
         named = dict(key_cache=key_cache, value_cache=value_cache, key=key, value=value)
@@ -437,6 +444,8 @@ def _kv_scatter(
         _check_scales("kv_scatter_", k_scale, v_scale)
         pairs = _kv_pairs(key_cache, value_cache, key, value)
         write = _checked("kv_scatter_", flat, pairs, write_indices, axis, write_mode)
+    if is_one:
+        raise ValueError(_ONE_CACHE)
     write.run(caches, updates, write_indices)
     mark_written(*caches)
 
@@ -475,6 +484,7 @@ def _tensor_scatter_problem(
     axis: int = -2,
     write_mode: str = "linear",
 ) -> WriteProblem:
+    forbid_grad("tensor_scatter_", past_cache, update)
     pairs = (("past_cache", past_cache, "update", update),)
     return _problem("tensor_scatter_", pairs, write_indices, axis, write_mode, facts)
 
@@ -492,9 +502,13 @@ def _kv_scatter_problem(
     axis: int = -2,
     write_mode: str = "linear",
 ) -> WriteProblem:
+    forbid_grad("kv_scatter_", key_cache, value_cache, key, value)
     _check_scales("kv_scatter_", k_scale, v_scale)
     pairs = _kv_pairs(key_cache, value_cache, key, value)
-    return _problem("kv_scatter_", pairs, write_indices, axis, write_mode, facts)
+    problem = _problem("kv_scatter_", pairs, write_indices, axis, write_mode, facts)
+    if key_cache is value_cache and key_cache.numel() > 0:
+        raise ValueError(_ONE_CACHE)
+    return problem
 
 
 # ---------------------------------------------------------------------------------------------
