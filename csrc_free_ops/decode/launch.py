@@ -16,7 +16,6 @@ from csrc_free_ops.launch import Launch, Pointer
 MAX_HEAD_DIM = 256
 MAX_BATCH = 8192  # every program adds up the lengths of the whole batch
 MAX_KEYS = 2**30  # positions and window bounds are 32-bit in the kernel
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MASK_DTYPES = (
     torch.bool, torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,

@@ -13,6 +13,7 @@ import threading
 import torch
 
 from csrc_free_ops.facts import device_facts, is_capturing
+from csrc_free_ops.pools import outside_pools
 
 COUNTERS_PER_CHUNK = 1 << 20  # 4 MiB
 COUNTERS_PER_STREAM = 1024  # at least, so that a stream seldom has to be given a larger piece
@@ -88,29 +89,12 @@ class CounterArena:
 
 
 def _zeros_outside_pools(count: int, device: torch.device) -> torch.Tensor:
-    """Zeros that belong to no CUDA graph's memory pool, complete when this returns.
+    """Zeros that belong to no CUDA graph's memory pool, complete when this returns."""
 
-    A pool takes the allocations of the thread or stream that warms up or records a graph, and would
-    hand the memory out again when the recording ends; a thread and stream of our own are outside
-    of it.
-    """
-    result: list[torch.Tensor] = []
-    errors: list[BaseException] = []
+    def make() -> list[torch.Tensor]:
+        return [torch.zeros(count, dtype=torch.int32, device=device)]
 
-    def allocate() -> None:
-        try:
-            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-                result.append(torch.zeros(count, dtype=torch.int32, device=device))
-                torch.cuda.current_stream(device).synchronize()
-        except BaseException as error:  # handed to the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=allocate, name="attn_tiers-counters")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return result[0]
+    return outside_pools(device_facts(device), make)[0]
 
 
 _ARENAS: dict[int, CounterArena] = {}

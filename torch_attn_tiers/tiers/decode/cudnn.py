@@ -17,15 +17,12 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.cache.lengths import RowGuard
+from csrc_free_ops.facts import is_capturing
 from torch_attn_tiers.errors import ColdCaptureError
 from torch_attn_tiers.problem import DecodeProblem
 from torch_attn_tiers.tier import Plan, Tier
 from torch_attn_tiers.tiers.decode import single_row
-from torch_attn_tiers.tiers.decode.device_memory import (
-    PlanTensors,
-    current_stream,
-    is_capturing,
-)
+from torch_attn_tiers.tiers.decode.device_memory import PlanTensors, current_stream
 from torch_attn_tiers.tiers.decode.layout import heads_first, output_shape
 from torch_attn_tiers.tiers.decode.library import Library
 

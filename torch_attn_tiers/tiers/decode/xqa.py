@@ -22,16 +22,12 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.cache.lengths import RowGuard
-from csrc_free_ops.facts import DeviceFacts, TensorFacts
+from csrc_free_ops.facts import DeviceFacts, TensorFacts, is_capturing
+from csrc_free_ops.pools import outside_pools
 from torch_attn_tiers.problem import DecodeProblem, dtype_name
 from torch_attn_tiers.tier import Plan, Tier
 from torch_attn_tiers.tiers.decode import single_row
-from torch_attn_tiers.tiers.decode.device_memory import (
-    PlanTensors,
-    current_stream,
-    is_capturing,
-    outside_pools,
-)
+from torch_attn_tiers.tiers.decode.device_memory import PlanTensors, current_stream
 from torch_attn_tiers.tiers.decode.layout import output_shape
 from torch_attn_tiers.tiers.decode.library import Library
 
