@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,7 +100,15 @@ def gdn_chunk_prefill(
         >>> result.final_state.shape, result.h.shape
         (torch.Size([1, 4, 16, 8]), torch.Size([1, 2, 4, 16, 8]))
     """
-    tier = _tier(override, solution)
+    tensors = (q, k, v, g, beta, initial_state, cu_seqlens)
+    scalars: dict[str, Any] = dict(
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        tier=_tier(override, solution),
+    )
+    checkpoints: dict[str, Any] = dict(total_chunks=total_chunks, h_dtype=h_dtype)
     if not output_h:
         for name, value in (
             ("h_dtype", h_dtype),
@@ -112,20 +120,7 @@ def gdn_chunk_prefill(
                     f"gdn_chunk_prefill: {name}={value} and output_h=False; it is about "
                     "checkpoints, leave it out or set output_h=True"
                 )
-        out, final_state = torch.ops.attn_tiers.gdn_chunk_prefill.default(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state,
-            cu_seqlens,
-            scale=scale,
-            qk_l2norm=qk_l2norm,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            tier=tier,
-        )
+        out, final_state = torch.ops.attn_tiers.gdn_chunk_prefill.default(*tensors, **scalars)
         return GdnPrefill(out, final_state)
 
     if h_layout not in (None, "fla", "compact"):
@@ -153,37 +148,11 @@ def gdn_chunk_prefill(
         )
     if h_layout == "fla":
         out, final_state, h = torch.ops.attn_tiers.gdn_chunk_prefill.h_fla(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            initial_state,
-            cu_seqlens,
-            scale=scale,
-            qk_l2norm=qk_l2norm,
-            output_final_state=output_final_state,
-            state_v_first=state_v_first,
-            tier=tier,
-            total_chunks=total_chunks,
-            h_dtype=h_dtype,
+            *tensors, **scalars, **checkpoints
         )
         return GdnPrefillFla(out, final_state, h)
     out, final_state, h, h_cu_starts = torch.ops.attn_tiers.gdn_chunk_prefill.h_compact(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        cu_seqlens,
-        scale=scale,
-        qk_l2norm=qk_l2norm,
-        output_final_state=output_final_state,
-        state_v_first=state_v_first,
-        tier=tier,
-        total_chunks=total_chunks,
-        h_dtype=h_dtype,
+        *tensors, **scalars, **checkpoints
     )
     return GdnPrefillCompact(out, final_state, h, h_cu_starts)
 
