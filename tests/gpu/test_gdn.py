@@ -14,6 +14,7 @@ from tests.conformance.calls import Maker, same_bits
 from tests.conformance.gdn_calls import GDN_TIERS, GdnCall, check_or_skip, prompts
 from tests.conformance.test_gdn import CASES, OVERLOADS, WITH_CHECKPOINTS
 from tests.conformance.test_gdn_invariants import *  # noqa: F403  (collects them again, here)
+from tests.gpu.capturing import capture
 from tests.tolerances import assert_gdn_close
 
 Make = Callable[..., Maker]
@@ -59,14 +60,6 @@ def test_heads_of_a_model_agree_with_the_oracle(
         check_or_skip(call.with_(overload), tier, must_run)
 
 
-def _capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """(graph, what the call returned while it was captured)"""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result
-
-
 @every_tier
 @pytest.mark.parametrize("overload", OVERLOADS)
 def test_replays_follow_lengths_that_change(
@@ -77,7 +70,7 @@ def test_replays_follow_lengths_that_change(
     call.require(tier, must_run)
     torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars, tier=tier)
     call.run(tier)  # libraries make their handles
-    graph, result = _capture(lambda: call.run(tier))
+    graph, result = capture(lambda: call.run(tier))
     bounds = call.tensors["cu_seqlens"]
     assert bounds is not None
     for values in (
@@ -126,7 +119,7 @@ def test_graphs_on_two_streams_beside_eager_calls(
     for call in calls:
         call.require(tier, must_run)
     wanted = [call.run(tier) for call in calls]
-    graphs = [_capture(lambda call=call: call.run(tier)) for call in calls[:2]]
+    graphs = [capture(lambda call=call: call.run(tier)) for call in calls[:2]]
     streams = [torch.cuda.Stream() for _ in graphs]
     torch.cuda.synchronize()
     eager = []

@@ -14,6 +14,7 @@ import torch_attn_tiers
 from tests import oracle
 from tests.conformance.calls import Call, Maker, require, same_bits
 from tests.conformance.tiers import DECODE_TIERS
+from tests.gpu.capturing import capture
 from tests.tolerances import assert_close
 
 MakeMaker = Callable[..., Maker]
@@ -25,14 +26,6 @@ def _release() -> Iterator[None]:
     yield
     torch.cuda.synchronize()
     torch_attn_tiers.release_captured_plans()
-
-
-def _capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """(graph, what the call returned while it was captured)"""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result
 
 
 def _served(m: Maker, tier: str, rows: int = 1, **scalars: Any) -> Call:
@@ -53,7 +46,7 @@ def test_replays_follow_lengths_that_grow_shrink_and_vanish(
     m = maker()
     T = m.T
     call = _served(m, tier, rows, batch_invariant=batch_invariant)
-    graph, y = _capture(call.run)
+    graph, y = capture(call.run)
     lengths = call.tensors["nonpad_kv_seqlen"]
     assert lengths is not None
     for values in (
@@ -81,7 +74,7 @@ def test_replays_see_new_contents_of_query_cache_mask_and_sinks(
         del tensors["sinks"]
     require(call, tier)
     torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars)
-    graph, y = _capture(call.run)
+    graph, y = capture(call.run)
     for _ in range(3):
         for tensor in tensors.values():
             tensor.copy_(m.normal(*tensor.shape))
@@ -95,7 +88,7 @@ def test_an_eager_call_makes_a_capture_warm(tier: str, maker: MakeMaker) -> None
     call = Call({**m.qkv(D=80), "nonpad_kv_seqlen": m.lengths([m.T, 3])}, {"tier": tier})
     require(call, tier)
     call.run()
-    graph, y = _capture(call.run)
+    graph, y = capture(call.run)
     graph.replay()
     assert_close(y, call.expected().y, tier=tier)
 
@@ -104,11 +97,11 @@ def test_cold_capture_is_an_error_that_names_prepare(maker: MakeMaker) -> None:
     m = maker()
     call = Call({**m.qkv(D=56, Dv=104), "nonpad_kv_seqlen": m.lengths([m.T, 3])})
     with pytest.raises(torch_attn_tiers.ColdCaptureError, match=r"prepare\("):
-        _capture(call.run)
+        capture(call.run)
     torch.cuda.synchronize()  # the failed capture left the device usable
     torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars)
     with torch_attn_tiers.record_dispatch() as records:
-        graph, y = _capture(call.run)
+        graph, y = capture(call.run)
     assert [(r.tier, r.cold) for r in records] == [("flash", False)]
     graph.replay()
     assert_close(y, call.expected().y)
@@ -118,10 +111,10 @@ def test_cold_capture_is_an_error_for_a_forced_tier(maker: MakeMaker) -> None:
     m = maker()
     tensors = {**m.qkv(D=56, Dv=88), "nonpad_kv_seqlen": m.lengths([m.T, 3])}
     with pytest.raises((torch_attn_tiers.ColdCaptureError, ValueError), match="prepare"):
-        _capture(Call(tensors, {"tier": "flash"}).run)
+        capture(Call(tensors, {"tier": "flash"}).run)
     unfused = Call(tensors, {"tier": "unfused"})  # asked for, it is captured all the same
     torch_attn_tiers.prepare(unfused.op(), *unfused.args(), **unfused.scalars)
-    graph, y = _capture(unfused.run)
+    graph, y = capture(unfused.run)
     graph.replay()
     assert_close(y, Call(tensors).expected().y)
 
@@ -131,7 +124,7 @@ def test_a_problem_that_no_kernel_takes_is_captured_without_one(maker: MakeMaker
     m = maker(torch.float64)
     call = Call({**m.qkv(), "nonpad_kv_seqlen": m.lengths([m.T, 3])})
     torch_attn_tiers.prepare(call.op(), *call.args())
-    graph, y = _capture(call.run)
+    graph, y = capture(call.run)
     graph.replay()
     assert_close(y, call.expected().y)
 
@@ -141,7 +134,7 @@ def test_prepare_takes_meta_tensors(maker: MakeMaker) -> None:
     call = Call({**m.qkv(D=88), "nonpad_kv_seqlen": m.lengths([m.T, 3])})
     meta = [None if t is None else t.to("meta") for t in call.args()]
     torch_attn_tiers.prepare(call.op(), *meta, device="cuda")
-    graph, y = _capture(call.run)
+    graph, y = capture(call.run)
     graph.replay()
     assert_close(y, call.expected().y)
 
@@ -151,7 +144,7 @@ def test_plan_of_a_captured_graph_outlives_many_other_plans(tier: str, maker: Ma
     m = maker()
     call = _served(m, tier)
     call.tensors["nonpad_kv_seqlen"].copy_(m.lengths([m.T, 5, 0, 9]))  # type: ignore[union-attr]
-    graph, y = _capture(call.run)
+    graph, y = capture(call.run)
     graph.replay()
     expected = y.clone()
     for T in range(16, 16 + 3000):
@@ -165,7 +158,7 @@ def test_plan_of_a_captured_graph_outlives_many_other_plans(tier: str, maker: Ma
 def test_captured_plans_are_counted_and_released(maker: MakeMaker) -> None:
     call = _served(maker(), "flash")
     text = str(torch_attn_tiers.explain(call.op(), *call.args(), **call.scalars))
-    graph, _ = _capture(call.run)
+    graph, _ = capture(call.run)
     with_graph = str(torch_attn_tiers.explain(call.op(), *call.args(), **call.scalars))
     assert text != with_graph, "explain counts the pinned plan"
     del graph
@@ -182,7 +175,7 @@ def test_cache_writes_are_captured_when_they_are_prepared(name: str, maker: Make
     args = (*caches, *updates, m.integers([0, 8, -1]))
     write = getattr(torch.ops.attn_tiers, name)
     with pytest.raises(torch_attn_tiers.ColdCaptureError, match=r"prepare\("):
-        _capture(lambda: write(*args))
+        capture(lambda: write(*args))
     torch.cuda.synchronize()
     meta = [t.to("meta") for t in args]
     explanation = torch_attn_tiers.prepare(name, *meta, device="cuda")
@@ -190,7 +183,7 @@ def test_cache_writes_are_captured_when_they_are_prepared(name: str, maker: Make
     expected = [t.clone() for t in caches]
     for cache, update in zip(expected, updates, strict=True):
         cache[0, :, :2], cache[1, :, 8] = update[0], update[1, :, 0]
-    graph, _ = _capture(lambda: write(*args))
+    graph, _ = capture(lambda: write(*args))
     graph.replay()
     assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
 
@@ -226,7 +219,7 @@ def test_two_graphs_replayed_at_once_with_eager_calls_between(maker: MakeMaker) 
     calls = [_long(maker(seed=seed)) for seed in (1, 2, 3)]
     expected = [call.run() for call in calls]
     torch.cuda.synchronize()
-    graphs = [_capture(call.run) for call in calls[:2]]
+    graphs = [capture(call.run) for call in calls[:2]]
     streams = [torch.cuda.Stream() for _ in range(3)]
     for _ in range(50):
         for (graph, _), stream in zip(graphs, streams, strict=False):
@@ -254,7 +247,7 @@ def test_one_graph_with_two_calls_on_forked_streams(maker: MakeMaker) -> None:
         torch.cuda.current_stream().wait_stream(side)
         return [first, second]
 
-    graph, results = _capture(both)
+    graph, results = capture(both)
     for _ in range(20):
         graph.replay()
     torch.cuda.synchronize()
@@ -266,7 +259,7 @@ def test_a_graph_replays_after_larger_eager_calls_on_its_stream(maker: MakeMaker
     small, large = _served(maker(), "flash"), _long(maker(seed=1))
     small.tensors["nonpad_kv_seqlen"].fill_(500)  # type: ignore[union-attr]
     expected = small.run()
-    graph, y = _capture(small.run)
+    graph, y = capture(small.run)
     large.run()
     tensors = maker(seed=2).qkv(B=32, Hq=32, Hkv=8, T=700)
     Call(tensors, {"tier": "flash"}).run()
@@ -319,7 +312,7 @@ def test_capacity_past_the_length_costs_little(maker: MakeMaker) -> None:
         require(call, "flash")
         call.run()
         calls.append(call)
-        replays.append(_capture(lambda call=call: [call.run() for _ in range(20)])[0])
+        replays.append(capture(lambda call=call: [call.run() for _ in range(20)])[0])
 
     def microseconds(graph: torch.cuda.CUDAGraph) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -395,7 +388,7 @@ def test_a_captured_step_writes_and_attends_as_slots_come_and_go(maker: MakeMake
 
     step()  # warm; every row is skipped and every length zero
     assert bool(keys.isnan().all())
-    graph, y = _capture(step)
+    graph, y = capture(step)
     host = [0] * B
     active = [True, False, True, False]
     shadow = [(torch.zeros(0), torch.zeros(0))] * B  # what each slot holds, grown by cat

@@ -19,6 +19,7 @@ import torch
 import torch_attn_tiers
 from csrc_free_ops.facts import device_facts
 from tests.conformance.calls import Call, Maker, poisoned_memory, require, same_bits
+from tests.gpu.capturing import capture
 from tests.library_cases import Arrangement, cudnn_arrangements, xqa_arrangements
 from tests.tolerances import assert_close
 from torch_attn_tiers import ColdCaptureError, register_tier
@@ -56,13 +57,6 @@ def _step(
     tensors: dict[str, torch.Tensor | None] = dict(m.qkv(B=B, T=T, **heads))
     tensors["nonpad_kv_seqlen"] = m.lengths([T] * B if lengths is None else lengths)
     return tensors
-
-
-def _capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph, result
 
 
 # ------------------------------------------------------------------------------- right answers
@@ -258,7 +252,7 @@ def test_replays_follow_lengths_that_grow_shrink_and_vanish(
     call = Call(tensors, {"tier": tier})
     require(call, tier, must_run)
     torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars)  # and never run before
-    graph, y = _capture(call.run)
+    graph, y = capture(call.run)
     for lengths in ([1024, 1, 600, 64], [3, 700, 0, 1024], [0] * 4, [1100, -5, 64, 65], [9] * 4):
         tensors["nonpad_kv_seqlen"].copy_(m.lengths(lengths))  # type: ignore[union-attr]
         y.fill_(math.nan)
@@ -273,7 +267,7 @@ def test_internal_cache_is_captured(tier: str, maker: MakeMaker, must_run: Must)
     call = Call(call.tensors, {**call.scalars, "tier": tier}, call.overload)
     require(call, tier, must_run)
     torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars)
-    graph, (y, _, _) = _capture(call.run)
+    graph, (y, _, _) = capture(call.run)
     for _ in range(2):
         for tensor in call.tensors.values():
             tensor.normal_()  # type: ignore[union-attr]
@@ -290,14 +284,14 @@ def test_cold_capture_is_flash_if_that_is_ready_and_an_error_if_nothing_is(
     require(warm, "cudnn")
     torch_attn_tiers.prepare(warm.op(), *warm.args(), tier="flash")
     with torch_attn_tiers.record_dispatch() as records:
-        graph, y = _capture(warm.run)
+        graph, y = capture(warm.run)
     assert [(r.tier, r.cold) for r in records] == [("flash", True)]
     graph.replay()
     assert_close(y, warm.expected().y)
     cold = Call(_step(m, T=944, D=152))  # a head size that no other test compiles flash for
     torch_attn_tiers.prepare(cold.op(), *cold.args(), tier="unfused")
     with pytest.raises(ColdCaptureError, match=r"prepare\("):
-        _capture(cold.run)
+        capture(cold.run)
     torch.cuda.synchronize()
     cold.check("cudnn")
 
@@ -307,7 +301,7 @@ def test_an_eager_call_makes_a_capture_warm(tier: str, maker: MakeMaker, must_ru
     call = Call(_step(maker(torch.bfloat16), [800, 3, 0, 1], T=896), {"tier": tier})
     require(call, tier, must_run)
     call.run()
-    graph, y = _capture(call.run)
+    graph, y = capture(call.run)
     y.fill_(math.nan)
     graph.replay()
     assert_close(y, call.expected().y, tier=tier)
@@ -321,7 +315,7 @@ def test_plan_of_a_captured_graph_outlives_many_other_plans(
     call = Call(_step(m, [800, 3, 0, 1]), {"tier": tier})
     require(call, tier, must_run)
     call.run()
-    graph, y = _capture(call.run)
+    graph, y = capture(call.run)
     graph.replay()
     expected = y.clone()
     monkeypatch.setattr("torch_attn_tiers.dispatch.MAX_PLANS", 3)
@@ -400,7 +394,7 @@ def test_two_graphs_replayed_at_once_with_eager_calls_between(
     require(calls[0], tier, must_run)
     expected = [call.run().cpu().double() for call in calls]
     torch.cuda.synchronize()
-    graphs = [_capture(call.run) for call in calls[:2]]
+    graphs = [capture(call.run) for call in calls[:2]]
     streams = [torch.cuda.Stream() for _ in range(3)]
     for _ in range(50):
         for (graph, _), stream in zip(graphs, streams, strict=False):
@@ -430,7 +424,7 @@ def test_one_graph_with_two_calls_on_forked_streams(
         torch.cuda.current_stream().wait_stream(side)
         return [first, second]
 
-    graph, results = _capture(branches)
+    graph, results = capture(branches)
     for _ in range(20):
         graph.replay()
     torch.cuda.synchronize()
@@ -447,7 +441,7 @@ def test_capture_in_a_thread_that_has_no_handle_yet(
     torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars)
     cudnn.HANDLES.keep_a_spare(torch_attn_tiers.explain(call.op(), *call.args()).problem)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        graph, y = pool.submit(_capture, call.run).result()
+        graph, y = pool.submit(capture, call.run).result()
     y.fill_(math.nan)
     graph.replay()
     assert_close(y, call.expected().y, tier=tier)
