@@ -28,8 +28,11 @@ from torch_attn_tiers.cli import environment
 from torch_attn_tiers.cli.bench.cases import CASES, Case, Inputs, relative_error
 from torch_attn_tiers.cli.bench.clock import clock_for
 
-NARROW = ["64,4,3,1", "64,4,3,2", "64,4,2,3", "64,4,2,3,168", "64,4,4,1", "128,4,3,1", "128,8,3,1"]
-WIDE = ["32,4,3,2", "32,4,4,1", "64,4,2,2", "64,8,2,2,128", "64,8,3,1"]
+NARROW = [
+    "64,4,3,1", "64,4,4,1", "64,4,5,1", "64,4,3,2", "64,4,2,3", "64,4,2,3,168", "64,4,2,4,128",
+    "128,4,3,1", "128,8,3,1", "128,8,4,1",
+]  # fmt: skip
+WIDE = ["32,4,3,2", "32,4,4,1", "64,4,2,2", "64,8,2,2,128", "64,8,3,1", "64,4,3,1"]
 
 
 def main() -> None:
