@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -34,6 +34,7 @@ class Invented:
         self.reason: str | None = None
         self.failure: BaseException | None = None
         self.ready = False
+        self.on_build: Callable[[], None] = lambda: None
         kwargs.setdefault("predicates", (lambda problem: self.reason,))
         self.tier = Tier(
             op="decode", name=name, build=self._build, ready=lambda p: self.ready, **kwargs
@@ -43,6 +44,7 @@ class Invented:
         self.builds += 1
         if self.failure is not None:
             raise self.failure
+        self.on_build()
 
         def plan(query: torch.Tensor, key: Any, value: torch.Tensor, *_: Any) -> torch.Tensor:
             self.runs += 1

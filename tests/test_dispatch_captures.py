@@ -131,6 +131,79 @@ def test_forced_tier_that_is_cold_is_an_error(fast: Invented, capturing: Any) ->
         decode(*_qkv(), tier="fast")
 
 
+@pytest.fixture
+def slow() -> Iterator[Invented]:
+    """A tier that no call builds by itself."""
+    invented = Invented("slow", slow_build=True)
+    with register_tier(invented.tier, before="flash"):
+        yield invented
+
+
+@pytest.fixture
+def behind(slow: Invented) -> Iterator[Invented]:
+    """The kernel tier after it."""
+    invented = Invented("behind")
+    with register_tier(invented.tier, before="flash"):
+        yield invented
+
+
+def test_slow_build_that_is_not_prepared_is_as_in_eager_calls(
+    slow: Invented, behind: Invented, capturing: Any
+) -> None:
+    args = _qkv()
+    decode(*args, tier="behind")
+    capturing()
+    for is_capturing in (True, False):
+        capturing(is_capturing)
+        record = _record(*args)
+        assert (record.tier, record.cold) == ("behind", False)
+        (reason,) = record.passed_over["slow"]
+        assert "not prepared" in reason
+
+
+def test_decision_of_a_capture_ends_with_the_capture(
+    slow: Invented, behind: Invented, capturing: Any
+) -> None:
+    """Its slow part is done, so that eager calls would build it at once: cold, not unprepared."""
+    object.__setattr__(slow.tier, "ready", lambda problem: not problem.capturing)
+    args = _qkv()
+    decode(*args, tier="behind")
+    capturing()
+    record = _record(*args)
+    assert (record.tier, record.cold) == ("behind", True)
+    assert record.passed_over["slow"] == ("not ready in a CUDA graph capture",)
+    capturing(False)
+    assert _record(*args).tier == "slow"
+
+
+def test_nothing_stands_in_for_a_cold_tier_of_a_slow_build(slow: Invented, capturing: Any) -> None:
+    object.__setattr__(slow.tier, "ready", lambda problem: not problem.capturing)
+    capturing()
+    with pytest.raises(ColdCaptureError, match=r"\(slow\)"):
+        decode(*_qkv())
+
+
+@pytest.mark.parametrize("how", ["prepare", "tier", "jit"])
+def test_slow_build_is_reconsidered_once_another_call_has_prepared_it(
+    how: str, slow: Invented
+) -> None:
+    """What is compiled serves other problems too, whose decisions were made without it."""
+    args, others = _qkv(), tuple(torch.randn(3, heads, 5, 8) for heads in (4, 2, 2))
+    assert _record(*args).tier == "unfused"
+    slow.on_build = lambda: setattr(slow, "ready", True)
+    if how == "prepare":
+        torch_attn_tiers.prepare("decode", *others)
+    elif how == "tier":
+        decode(*others, tier="slow")
+    else:
+        with torch_attn_tiers.options(jit=True):
+            decode(*others)
+    assert _record(*args).tier == "slow"
+    kept = dict(dispatch._plans.decisions)
+    decode(*(torch.randn(4, heads, 5, 8) for heads in (4, 2, 2)))  # compiles nothing new
+    assert kept.items() <= dispatch._plans.decisions.items()
+
+
 def test_failed_build_in_a_capture_leads_to_the_next_rule(
     fast: Invented, slower: Invented, capturing: Any
 ) -> None:

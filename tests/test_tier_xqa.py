@@ -528,11 +528,15 @@ def test_cold_kernel_is_never_built_in_a_capture(runs: FakeXqa, capturing: Any) 
 
 
 def test_loaded_kernel_without_a_plan_is_cold_in_a_capture(runs: FakeXqa, capturing: Any) -> None:
-    """Its page table would lie in the graph's pool."""
+    """Its page table would lie in the graph's pool. Nothing else stands in for it."""
     torch_attn_tiers.prepare("decode", *_step())
+    other = _step([3, 0, 5], B=3)
     capturing()
     assert _ran(*_step()) == "xqa"
-    assert _ran(*_step(T=96)) == "unfused"
+    with pytest.raises(torch_attn_tiers.ColdCaptureError, match="prepare"):
+        decode(*other)
+    capturing(False)
+    assert _ran(*other) == "xqa"
 
 
 def test_scratch_is_large_enough_for_the_widest_kernel() -> None:

@@ -7,6 +7,7 @@ miss it builds its problem and asks :func:`decide`. Nothing here knows what an o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import logging
 import threading
@@ -308,7 +309,7 @@ def _examine(problem: Problem, preparing: bool = False) -> dict[Tier, tuple[str,
         if unfit is not None and not asked_for:  # who asks for a tier has its build tried again
             reasons.append(unfit)
         may_build = asked_for or problem.jit
-        if not reasons and tier.slow_build and not may_build and not _is_ready(tier, problem):
+        if not reasons and tier.slow_build and not may_build and not _is_prepared(tier, problem):
             reasons.append("not prepared: call torch_attn_tiers.prepare or set ATTN_TIERS_JIT=1")
         verdicts[tier] = tuple(reasons)
     return verdicts
@@ -422,6 +423,14 @@ def _is_ready(tier: Tier, problem: Problem) -> bool:
         return False
 
 
+def _is_prepared(tier: Tier, problem: Problem) -> bool:
+    """Whether a call outside captures would find the slow part of the build done.
+
+    A capture makes a tier cold and not unprepared: what it decides is true of eager calls too.
+    """
+    return _is_ready(tier, dataclasses.replace(problem, capturing=False))
+
+
 def _build(tier: Tier, problem: Problem) -> tuple[_Built, bool]:
     """The plan and whether it was built now. Threads that want the same one wait for one build."""
     place = tier, problem
@@ -443,6 +452,7 @@ def _build(tier: Tier, problem: Problem) -> tuple[_Built, bool]:
 
 def _build_now(tier: Tier, problem: Problem, known_failure: str | None) -> _Built:
     begin = time.perf_counter()
+    may_serve_others = tier.slow_build and not _is_prepared(tier, problem)
     try:
         with _on_device(problem.device):
             plan = tier.build(problem)
@@ -459,6 +469,8 @@ def _build_now(tier: Tier, problem: Problem, known_failure: str | None) -> _Buil
             log.warning("tier %s: %s (%s)", tier.name, reason, problem.describe(), exc_info=error)
         raise _BuildFailed(reason, error, kind) from error
     _plans.mark_fit(tier, problem)
+    if may_serve_others:
+        _plans.forget_decisions()  # some passed this tier over as not prepared
     seconds = time.perf_counter() - begin
     if seconds > LOG_BUILD_SECONDS:
         log.info("built %s in %.2f s: %s", tier.name, seconds, problem.describe())

@@ -50,8 +50,9 @@ class Tier:
             for no other: a kernel tier that is ready may stand in for a better one that is not,
             other tiers never do (:class:`ColdCaptureError`).
         slow_build: ``build`` takes many seconds, and is called by ``prepare``, for ``tier=`` or
-            under ``ATTN_TIERS_JIT=1`` only. Any other call takes the tier once ``ready`` says so,
-            hence it needs a ``ready`` of its own.
+            under ``ATTN_TIERS_JIT=1`` only. Any other call takes the tier once ``ready`` says so of
+            the problem outside captures, hence it needs a ``ready`` of its own. In a capture the
+            tier is then cold, as others are.
         release: called by ``release_captured_plans``, to drop what captured graphs kept alive.
     """
 
