@@ -161,7 +161,7 @@ class FakeGraph:
             if n == 0:
                 out[b] = math.nan
                 continue
-            seen = slice(max(0, n - arguments.get("left_bound", n)), n)
+            seen = slice(max(0, n - arguments.get("diagonal_band_left_bound", n)), n)
             row = _attention(query[b, :, 0], key[b, :, seen], value[b, :, seen],
                              arguments["attn_scale"])  # fmt: skip
             out[b, :, 0] = row.to(out.dtype)

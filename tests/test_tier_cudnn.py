@@ -299,7 +299,7 @@ def test_windows_once_they_are_verified(
     tensors = {**m.qkv(T=32, D=64), "nonpad_kv_seqlen": m.lengths([20, 3])}
     Call(tensors, {"left_window_size": left}).check("cudnn")
     (graph,) = FakeGraph.built
-    assert graph.sdpa_arguments["left_bound"] == left + 1
+    assert graph.sdpa_arguments["diagonal_band_left_bound"] == left + 1
     assert graph.sdpa_arguments["diagonal_alignment"] == "BOTTOM_RIGHT"
 
 

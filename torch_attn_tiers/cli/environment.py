@@ -74,13 +74,16 @@ def _driver() -> str | None:
 
 
 def commit() -> str:
-    """The commit of this checkout, '+' added when files differ; else $GIT_COMMIT or 'unknown'."""
+    """$GIT_COMMIT if set, else the commit of this checkout, '+' added when files differ."""
+    given = os.environ.get("GIT_COMMIT")
+    if given:
+        return given
     root = pathlib.Path(__file__).resolve().parents[2]
     try:
         head = _git(root, "rev-parse", "HEAD")
         changes = _git(root, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("GIT_COMMIT", "unknown")
+        return "unknown"
     return head + ("+" if changes else "")
 
 

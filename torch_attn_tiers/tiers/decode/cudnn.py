@@ -203,7 +203,9 @@ def _graph(problem: DecodeProblem, handle: Any) -> Any:
     window = {}
     if problem.left_window >= 0:  # cuDNN counts the current key too
         alignment = cudnn.diagonal_alignment.BOTTOM_RIGHT
-        window = dict(left_bound=problem.left_window + 1, diagonal_alignment=alignment)
+        window = dict(
+            diagonal_band_left_bound=problem.left_window + 1, diagonal_alignment=alignment
+        )
     out, _ = graph.sdpa(
         name="decode",
         q=tensor(_QUERY, "query", query.shape, query.stride, io),
