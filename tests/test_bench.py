@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_attn_tiers.cli.bench import decode, peers, report
+from torch_attn_tiers.cli.bench import decode, peers, report, running
 from torch_attn_tiers.cli.bench.cases import CASES, Case, Inputs, reference, relative_error
 from torch_attn_tiers.cli.bench.clock import Call, Clock, Recording, WallClock
 from torch_attn_tiers.cli.bench.sides import Side, bind_all
@@ -261,5 +261,5 @@ def test_wall_clock_measures_our_operator() -> None:
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(SystemExit, match="--cases: 'no_case' is none of tiny"):
-        decode._names("no_case", CASES, "--cases", ())
-    assert decode._names("all", CASES, "--cases", ()) == list(CASES)
+        running.names("no_case", CASES, "--cases", ())
+    assert running.names("all", CASES, "--cases", ()) == list(CASES)

@@ -422,7 +422,11 @@ def test_triton_is_passed_over_on_gpus_until_one_has_run_it() -> None:
     gpu = DeviceFacts("cuda", 0, (9, 0), "sm_90", 132, 227 << 10, 50 << 20, False)
     explanation = torch_attn_tiers.explain("gdn_chunk_prefill", *args, device=gpu)
     assert explanation.chosen == "reference"
-    assert explanation.verdicts[0][:3] == ("triton", False, ("not verified on a GPU yet",))
+    assert explanation.verdicts[0][:3] == (
+        "triton",
+        False,
+        ("not verified on a GPU yet: runs there when asked for only, by tier='triton'",),
+    )
     old = gpu._replace(capability=(7, 5), arch="sm_75")
     verdict = torch_attn_tiers.explain("gdn_chunk_prefill", *args, device=old).verdicts[0]
     assert "needs compute capability 8.0 or newer, the device has 7.5" in verdict.reasons

@@ -29,6 +29,8 @@ class GdnConfig(NamedTuple):
     prepare_warps: int
     scan_warps: int
     scan_stages: int  # loads under way in the scan
+    prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
+    scan_registers: int | None = None
 
 
 def default_config(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> GdnConfig:
@@ -152,7 +154,7 @@ def plan_gdn(
         constants=dict(
             **shared, **tiles, HQ=Hq, BLOCK_V=_pow2(V), INVERSE_PRECISION="ieee",
         ),
-        options=dict(num_warps=config.prepare_warps),
+        options=dict(num_warps=config.prepare_warps, maxnreg=config.prepare_registers),
     )  # fmt: skip
     state = initial_state
     s_strides = (0, 0, 0, 0) if state is None else state.stride
@@ -173,7 +175,10 @@ def plan_gdn(
             **shared, **tiles, HV=Hv, BV=config.bv, HAS_STATE=state is not None,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
         ),
-        options=dict(num_warps=config.scan_warps, num_stages=config.scan_stages),
+        options=dict(
+            num_warps=config.scan_warps, num_stages=config.scan_stages,
+            maxnreg=config.scan_registers,
+        ),
     )  # fmt: skip
     return GdnPlan(
         device,
@@ -251,6 +256,26 @@ class GdnPlan:
                 h_cu_starts.zero_()
             return
         index = self.device.index
+        for launch, tensors in self.calls(
+            q, k, v, g, beta, initial_state, cu_seqlens, out, final_state, h, h_cu_starts
+        ):
+            launch(index, *tensors)
+
+    def calls(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        out: Tensor,
+        final_state: Tensor | None,
+        h: Tensor | None,
+        h_cu_starts: Tensor | None,
+    ) -> list[tuple[Launch, tuple[Tensor, ...]]]:
+        """The launches of a run in their order, each with its tensors; there is a sequence."""
         # Scratch of the stream's allocator: another stream or graph has other scratch. An argument
         # that a kernel does not use is stood in for by one that it has.
         absent = out.new_empty(0, dtype=torch.int32)
@@ -260,26 +285,17 @@ class GdnPlan:
         norms = out.new_empty(self.norms, dtype=torch.float32)
         cu = starts if cu_seqlens is None else cu_seqlens
         h_starts = absent if h_cu_starts is None else h_cu_starts
+        calls: list[tuple[Launch, tuple[Tensor, ...]]] = []
         if self.chunk_map is not None:
-            self.chunk_map(index, cu, starts, h_starts)
+            calls.append((self.chunk_map, (cu, starts, h_starts)))
         if self.prepare is not None:
-            self.prepare(index, q, k, g, beta, cu, starts, inverses, gates, norms, out)
-        self.scan(
-            index,
-            q,
-            k,
-            v,
-            gates if initial_state is None else initial_state,
-            cu,
-            starts,
-            inverses,
-            gates,
-            norms,
-            out,
-            gates if final_state is None else final_state,
-            gates if h is None else h,
-            h_starts,
-        )
+            calls.append((self.prepare, (q, k, g, beta, cu, starts, inverses, gates, norms, out)))
+        state = gates if initial_state is None else initial_state
+        final = gates if final_state is None else final_state
+        checkpoints = gates if h is None else h
+        read = (q, k, v, state, cu, starts, inverses, gates, norms)
+        calls.append((self.scan, (*read, out, final, checkpoints, h_starts)))
+        return calls
 
 
 def _pow2(n: int) -> int:

@@ -22,6 +22,8 @@ PACKAGES = {
     "nvidia-cudnn-frontend": "cuDNN's graph API",
     "flashinfer-python": "FlashInfer and XQA kernels",
     "fa3-fwd": "FlashAttention-3, a peer in the bench",
+    "fla-core": "flash-linear-attention, a peer in the bench",
+    "flash-qla": "FlashQLA, a peer in the bench",
 }
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import json
-import pathlib
 import statistics
 import sys
 import time
@@ -24,6 +21,7 @@ from torch_attn_tiers.cli.bench import peers as peer_module
 from torch_attn_tiers.cli.bench.cases import CASES, QUICK_CASES, Case, Inputs, relative_error
 from torch_attn_tiers.cli.bench.clock import Clock, Recording, clock_for
 from torch_attn_tiers.cli.bench.report import judge_case, print_report, summarize
+from torch_attn_tiers.cli.bench.running import free, in_words, names, say, write
 from torch_attn_tiers.cli.bench.sides import Side, our_side
 from torch_attn_tiers.tier import tier_names
 
@@ -73,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     device = environment.parse_device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    cases = [CASES[name] for name in _names(args.cases, CASES, "--cases", _default_cases(args))]
-    peers = _names(args.peers or None, peer_module.PEERS, "--peers", ())
+    cases = [CASES[name] for name in names(args.cases, CASES, "--cases", _default_cases(args))]
+    peers = names(args.peers or None, peer_module.PEERS, "--peers", ())
     repeats = args.repeats
     if repeats is None:
         repeats = _QUICK_REPEATS if args.quick else _REPEATS
@@ -86,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         clock_for(device),
         device,
         peers=peers,
-        tiers=_names(args.tiers, known_tiers, "--tiers", ()),
+        tiers=names(args.tiers, known_tiers, "--tiers", ()),
         layout=args.layout,
         repeats=repeats,
         host_times=not args.quick,
@@ -99,21 +97,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _default_cases(args: argparse.Namespace) -> Sequence[str]:
     return QUICK_CASES if args.quick else tuple(CASES)
-
-
-def _names(
-    text: str | None, known: dict[str, Any], option: str, default: Sequence[str]
-) -> list[str]:
-    """The names in a comma-separated option; "all" is every known one."""
-    if text is None:
-        return list(default)
-    if text == "all":
-        return list(known)
-    names = text.split(",")
-    for name in names:
-        if name not in known:
-            raise SystemExit(f"{option}: {name!r} is none of {', '.join(known)}")
-    return names
 
 
 def bench(
@@ -148,7 +131,7 @@ def bench(
     }
     with torch.no_grad():
         if peers:
-            _say("compiling the peers that need it")
+            say("compiling the peers that need it")
             chosen = [peer_module.PEERS[name] for name in peers]
             peer_module.compile_ahead(chosen, cases, dtype, device)
             result["compile_s"] = round(time.perf_counter() - started, 1)
@@ -160,13 +143,13 @@ def bench(
             row["seconds"] = round(time.perf_counter() - since, 1)
             judge_case(row, rate)
             result["cases"].append(row)
-            _say(_one_line(row))
-            _write(result, out)
-            _free(device)
+            say(_one_line(row))
+            write(result, out)
+            free(device)
     result["summary"] = summarize(result["cases"])
     result["seconds"] = round(time.perf_counter() - started, 1)
     result["complete"] = True
-    _write(result, out)
+    write(result, out)
     return result
 
 
@@ -192,7 +175,7 @@ def _run_case(
         try:
             recording = clock.record(side.calls, side.context)
         except Exception as error:
-            row["failure"] = _in_words(error)
+            row["failure"] = in_words(error)
         else:
             recorded.append((side, recording, row))
         rows.append(row)
@@ -203,7 +186,7 @@ def _run_case(
         except Exception as error:
             name = "ours" if tier == "auto" else f"ours:{tier}"
             rows.append(
-                {"side": name, "peer": None, "us": [], "right": False, "failure": _in_words(error)}
+                {"side": name, "peer": None, "us": [], "right": False, "failure": in_words(error)}
             )
     for name in peers:
         peer = peer_module.PEERS[name]
@@ -217,7 +200,7 @@ def _run_case(
             for side in peer.build(inputs):
                 add(side)
         except Exception as error:
-            gaps[name] = _in_words(error)
+            gaps[name] = in_words(error)
 
     for _ in range(repeats):
         for _side, recording, row in recorded:
@@ -252,32 +235,13 @@ def _check(side: Side, recording: Recording, row: dict[str, Any], inputs: Inputs
         recording.run()
         error = relative_error(side.to_bhsd(recording.output), inputs.reference)
     except Exception as failure:
-        row["failure"] = _in_words(failure)
+        row["failure"] = in_words(failure)
         return
     row["right"] = error <= side.tolerance
     if error == error:
         row["error"] = round(error, 6)
     if not row["right"]:
         row["failure"] = f"wrong: relative error {error:.2g}, at most {side.tolerance} is right"
-
-
-def _in_words(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
-
-
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-def _write(result: dict[str, Any], out: str | None) -> None:
-    """Writes after every case, so that an interrupted run leaves what it has."""
-    if out is not None:
-        path = pathlib.Path(out)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _one_line(row: dict[str, Any]) -> str:
@@ -287,7 +251,3 @@ def _one_line(row: dict[str, Any]) -> str:
         if side["us"]
     ]
     return f"{row['case']} ({row['seconds']} s): " + ", ".join(medians)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

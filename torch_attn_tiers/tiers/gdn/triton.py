@@ -42,7 +42,9 @@ def _device(problem: GdnProblem) -> str | None:
 
 
 def _not_verified(problem: GdnProblem) -> str | None:
-    return None if problem.device.type == "cpu" else "not verified on a GPU yet"
+    if problem.device.type == "cpu" or problem.requested == "triton":
+        return None
+    return "not verified on a GPU yet: runs there when asked for only, by tier='triton'"
 
 
 def _dtype(problem: GdnProblem) -> str | None:

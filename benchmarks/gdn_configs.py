@@ -1,0 +1,212 @@
+"""Times configurations of the gdn kernels, each kernel alone, on one GPU.
+
+    python benchmarks/gdn_configs.py --out benchmarks/results/gdn_configs_h200.json
+    python benchmarks/gdn_configs.py --cases 1x8k --configs bv=64,scan_warps=8 bv=32,scan_stages=1
+
+A configuration is the default one with fields of `GdnConfig` replaced; `default` is the default.
+`default_config` in `csrc_free_ops/gdn/launch.py` was written from such runs. Kernels compile in
+parallel before anything is timed. One line a case and kernel is printed: microseconds, the best
+first; a kernel that several configurations share is timed once. `run` is all launches together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from csrc_free_ops.facts import contiguous_facts, device_facts
+from csrc_free_ops.gdn import GdnConfig, GdnPlan, plan_gdn
+from csrc_free_ops.gdn.launch import default_config
+from torch_attn_tiers.cli import environment
+from torch_attn_tiers.cli.bench.clock import Clock, clock_for
+from torch_attn_tiers.cli.bench.gdn_cases import CASES, HEAD_SIZE, GdnCase, GdnInputs
+from torch_attn_tiers.cli.bench.gdn_sides import GdnSide
+from torch_attn_tiers.cli.bench.running import free
+
+CONFIGS = [
+    "default",
+    "prepare_warps=8",
+    "prepare_warps=2",
+    "scan_warps=4,scan_stages=1",
+    "scan_warps=4,scan_stages=3",
+    "scan_warps=8,scan_stages=2",
+    "bv=64,scan_warps=4,scan_stages=2",
+    "bv=64,scan_warps=8,scan_stages=2",
+    "bv=64,scan_warps=8,scan_stages=1",
+    "bv=16,scan_warps=4,scan_stages=2",
+    "bk=64,scan_warps=4,scan_stages=2",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--cases", default="1x8k,1x32k,32x256", help="names, comma-separated")
+    parser.add_argument("--configs", nargs="*", default=CONFIGS, help="default: a list")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=pathlib.Path)
+    options = parser.parse_args()
+    device = environment.default_device()
+    if device.type != "cuda":
+        raise SystemExit("needs a GPU")
+
+    cases = [CASES[name] for name in options.cases.split(",")]
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        # All cases have one head size: they share their kernels, but for the scalars' types.
+        jobs = [(cases[-1], text) for text in options.configs]
+        failed = {text: error for (_, text), error in zip(jobs, pool.map(build, jobs)) if error}
+    for text, error in failed.items():
+        print(f"{text}: {error}")
+
+    result: dict[str, Any] = {
+        "what": "configurations of the gdn kernels",
+        "command": environment.command("python benchmarks/gdn_configs.py", sys.argv[1:]),
+        "date": environment.now(),
+        "commit": environment.commit(),
+        "device": environment.device_report(device),
+        "versions": environment.versions(),
+        "rows": [],
+    }
+    good = [text for text in options.configs if text not in failed]
+    clock = clock_for(device)
+    for case in cases:
+        inputs = GdnInputs(case, torch.bfloat16, device, clock.l2_bytes)
+        result["rows"] += measure(inputs, good, clock, options.repeats)
+        del inputs
+        free(device)
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def parse(text: str) -> GdnConfig:
+    """The configuration that a text stands for."""
+    facts = device_facts(environment.default_device())
+    config = default_config(HEAD_SIZE, HEAD_SIZE, torch.bfloat16, facts)
+    if text == "default":
+        return config
+    fields = dict(pair.split("=") for pair in text.split(","))
+    return config._replace(**{name: int(value) for name, value in fields.items()})
+
+
+def plan_for(case: GdnCase, config: GdnConfig) -> GdnPlan:
+    device = device_facts(environment.default_device())
+    T, Hq, Hv, D = case.tokens, case.q_heads, case.v_heads, HEAD_SIZE
+    q = contiguous_facts((1, T, Hq, D), torch.bfloat16)
+    v = contiguous_facts((1, T, Hv, D), torch.bfloat16)
+    gate = contiguous_facts((1, T, Hv), torch.float32)
+    return plan_gdn(
+        q, q, v, gate, gate, device,
+        initial_state=contiguous_facts((case.sequences, Hv, D, D), torch.float32),
+        cu_seqlens_dtype=torch.int64,
+        sequences=case.sequences,
+        scale=D**-0.5,
+        qk_l2norm=True,
+        config=config,
+    )  # fmt: skip
+
+
+def build(job: tuple[GdnCase, str]) -> str | None:
+    """Compiles the kernels of a configuration into Triton's cache; returns what went wrong."""
+    case, text = job
+    try:
+        plan_for(case, parse(text)).compile()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    return None
+
+
+class Prepared:
+    """A configuration over all sets of inputs, with scratch and results of its own."""
+
+    def __init__(self, inputs: GdnInputs, text: str) -> None:
+        self.text = text
+        plan = plan_for(inputs.case, parse(text))
+        self.results: list[torch.Tensor] = []
+        self.sets = [self._launches(plan, inputs, i) for i in range(inputs.sets)]
+        self.specializations = {
+            launch.kernel.fn.__name__: launch.specialization for launch in plan.launches
+        }
+
+    def _launches(self, plan: GdnPlan, inputs: GdnInputs, i: int) -> dict[str, Callable[[], None]]:
+        out = torch.empty_like(inputs.v[i])
+        state = torch.empty_like(inputs.initial_state)
+        self.results[:] = out, state
+        calls = plan.calls(
+            inputs.q[i], inputs.k[i], inputs.v[i], inputs.g[i], inputs.beta[i],
+            inputs.initial_state, inputs.cu_seqlens, out, state, None, None,
+        )  # fmt: skip
+        index = plan.device.index
+        return {
+            launch.kernel.fn.__name__: functools.partial(launch, index, *tensors)
+            for launch, tensors in calls
+        }
+
+    def alone(self, kernel: str) -> list[Callable[[], torch.Tensor]]:
+        return [functools.partial(self._run, (launches[kernel],)) for launches in self.sets]
+
+    def together(self) -> list[Callable[[], torch.Tensor]]:
+        return [functools.partial(self._run, tuple(launches.values())) for launches in self.sets]
+
+    def _run(self, launches: tuple[Callable[[], None], ...]) -> torch.Tensor:
+        for launch in launches:
+            launch()
+        return self.results[0]
+
+    def errors(self, inputs: GdnInputs) -> dict[str, float]:
+        for result in self.results:
+            result.fill_(float("nan"))
+        self.together()[-1]()
+        return GdnSide("", [], self.results).errors(inputs)
+
+
+def measure(
+    inputs: GdnInputs, texts: list[str], clock: Clock, repeats: int
+) -> list[dict[str, Any]]:
+    """One row a kernel and configuration, all repeats of a kernel interleaved."""
+    prepared = [Prepared(inputs, text) for text in texts]
+    for one in prepared:
+        one.together()[-1]()  # every kernel's scratch holds what it must
+        for call in one.together():
+            call()
+    errors = {one.text: one.errors(inputs) for one in prepared}
+    rows = []
+    for kernel in [*prepared[0].specializations, "run"]:
+        recordings, seen = {}, set()
+        for one in prepared:
+            key = one.text if kernel == "run" else one.specializations[kernel]
+            if key not in seen:
+                seen.add(key)
+                calls = one.together() if kernel == "run" else one.alone(kernel)
+                recordings[one.text] = clock.record(calls)
+        times: dict[str, list[float]] = {text: [] for text in recordings}
+        for _ in range(repeats):
+            for text, recording in recordings.items():
+                times[text].append(round(recording.measure(), 3))
+        found = [
+            {"case": inputs.case.name, "kernel": kernel, "config": text, "us": us, **errors[text]}
+            for text, us in times.items()
+        ]
+        found.sort(key=lambda row: statistics.median(row["us"]))
+        print(inputs.case.name, kernel, "  ".join(map(_short, found)), flush=True)
+        rows += found
+    return rows
+
+
+def _short(row: dict[str, Any]) -> str:
+    wrong = not max(row["out"], row["state"]) < 5e-3
+    text = f"{statistics.median(row['us']):.1f} ({row['config']})"
+    return text + f" WRONG out {row['out']:.2g} state {row['state']:.2g}" * wrong
+
+
+if __name__ == "__main__":
+    main()

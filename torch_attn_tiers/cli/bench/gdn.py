@@ -1,0 +1,365 @@
+"""`bench gdn`: prefill by `attn_tiers::gdn_chunk_prefill` beside the public kernels.
+
+bfloat16, head size 128, a float32 state in and out. Every side of a case runs over the same inputs,
+in turns, as a captured graph that rotates over enough inputs to leave the L2; the l2norm of q and k
+and the exp of the gate are inside every time. The JSON of `--out` holds every repeat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from torch_attn_tiers.cli import environment
+from torch_attn_tiers.cli.bench import gdn_sides
+from torch_attn_tiers.cli.bench.clock import Clock, Recording, clock_for
+from torch_attn_tiers.cli.bench.gdn_cases import CASES, HEADS_CASES, MODEL_CASES, GdnCase, GdnInputs
+from torch_attn_tiers.cli.bench.gdn_sides import GdnSide
+from torch_attn_tiers.cli.bench.report import number, summarize
+from torch_attn_tiers.cli.bench.running import free, in_words, names, say, write
+from torch_attn_tiers.cli.console import console, print_table
+from torch_attn_tiers.tier import tier_names
+
+_OP = "gdn_chunk_prefill"
+_REPEATS = 5
+_LAYOUTS = {"none": None, "fla": "fla", "compact": "compact"}
+_GROUPS = {"model": MODEL_CASES, "heads": HEADS_CASES}
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "gdn", help="prefill under the gated delta rule", description=__doc__
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const="all",
+        default="",
+        metavar="NAMES",
+        help=f"measure others too: all, or some of {', '.join(gdn_sides.PEERS)}",
+    )
+    parser.add_argument(
+        "--cases",
+        default="model",
+        metavar="NAMES",
+        help=f"all, {', '.join(_GROUPS)} (default: model), or names: {', '.join(CASES)}",
+    )
+    parser.add_argument(
+        "--tier", default="auto", choices=("auto", *tier_names(_OP)), help="of our sides"
+    )
+    parser.add_argument(
+        "--h",
+        default="all",
+        metavar="LAYOUTS",
+        help=f"checkpoints that our sides write: some of {', '.join(_LAYOUTS)}; default all",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=_REPEATS, help=f"of every side, in turns; default {_REPEATS}"
+    )
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", default=None, metavar="FILE", help="write the results as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints the table, writes the JSON; 1 if a side of ours failed or was wrong."""
+    device = environment.parse_device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if args.repeats < 1:
+        raise SystemExit(f"--repeats {args.repeats}: it must be at least 1")
+    result = bench(
+        chosen_cases(args.cases),
+        clock_for(device),
+        device,
+        peers=names(args.peers or None, gdn_sides.PEERS, "--peers", ()),
+        tier=args.tier,
+        layouts=[_LAYOUTS[name] for name in names(args.h, _LAYOUTS, "--h", ())],
+        repeats=args.repeats,
+        out=args.out,
+    )
+    print_report(result)
+    mine = [side for row in result["cases"] for side in row["sides"] if side["peer"] is None]
+    return 0 if all(side["right"] for side in mine) else 1
+
+
+def chosen_cases(text: str) -> list[GdnCase]:
+    """The cases of `--cases`: names, groups of them, or all."""
+    known = {**_GROUPS, **CASES}
+    chosen = list(CASES) if text == "all" else names(text, known, "--cases", ())
+    cases = [case for name in chosen for case in _GROUPS.get(name) or (CASES[name],)]
+    return list(dict.fromkeys(cases))
+
+
+def bench(
+    cases: Sequence[GdnCase],
+    clock: Clock,
+    device: torch.device,
+    *,
+    peers: Sequence[str] = (),
+    tier: str = "auto",
+    layouts: Sequence[str | None] = (None, "fla", "compact"),
+    repeats: int = _REPEATS,
+    out: str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:
+    """Runs the cases and returns what `--out` writes."""
+    started = time.perf_counter()
+    result: dict[str, Any] = {
+        "what": "bench gdn",
+        "command": environment.command("python -m torch_attn_tiers", sys.argv[1:]),
+        "date": environment.now(),
+        "commit": environment.commit(),
+        "device": environment.device_report(device),
+        "versions": environment.versions(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "clock": clock.name,
+        "repeats": repeats,
+        "peers": list(peers),
+        "peer_labels": {peer.name: peer.label for peer in gdn_sides.PEERS.values()},
+        "complete": False,
+        "cases": [],
+    }
+    with torch.no_grad():
+        rate = clock.copy_rate()
+        result["copy_tb_per_s"] = round(rate / 1e12, 4)
+        for case in cases:
+            since = time.perf_counter()
+            row = _run_case(case, clock, device, peers, tier, layouts, repeats, dtype)
+            row["seconds"] = round(time.perf_counter() - since, 1)
+            judge(row, rate)
+            result["cases"].append(row)
+            say(_one_line(row))
+            write(result, out)
+            free(device)
+    result["summary"] = summarize(result["cases"])
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    result["complete"] = True
+    write(result, out)
+    return result
+
+
+class _Sides:
+    """The sides of one case as they are built: those that run, and a row of the report for each."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.rows: list[dict[str, Any]] = []
+        self.gaps: dict[str, str] = {}
+        self.recorded: list[tuple[GdnSide, Recording, dict[str, Any]]] = []
+
+    def add(self, side: GdnSide) -> None:
+        row = {
+            "side": side.name, "peer": side.peer, "h": side.h_layout, "compared": side.compared,
+            "us": [], "right": False, **side.notes,
+        }  # fmt: skip
+        self.rows.append(row)
+        try:
+            since = time.perf_counter()
+            recording = self.clock.record(side.calls)
+            row["first_s"] = round(time.perf_counter() - since, 2)
+        except Exception as error:
+            row["failure"] = in_words(error)
+        else:
+            self.recorded.append((side, recording, row))
+
+    def add_ours(self, inputs: GdnInputs, tier: str, h_layout: str | None) -> None:
+        try:
+            self.add(gdn_sides.ours(inputs, tier, h_layout))
+        except Exception as error:
+            self.rows.append(
+                {"side": "ours", "peer": None, "h": h_layout, "compared": True, "us": [],
+                 "right": False, "failure": in_words(error)}
+            )  # fmt: skip
+
+    def add_peer(self, inputs: GdnInputs, name: str) -> None:
+        peer = gdn_sides.PEERS[name]
+        gap = peer.gap()
+        if gap is None:
+            try:
+                for side in peer.build(inputs):
+                    self.add(side)
+            except Exception as error:
+                gap = in_words(error)
+        if gap is not None:
+            self.gaps[name] = gap
+
+
+def _run_case(
+    case: GdnCase,
+    clock: Clock,
+    device: torch.device,
+    peers: Sequence[str],
+    tier: str,
+    layouts: Sequence[str | None],
+    repeats: int,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Builds, records, times in turns and checks every side of one case."""
+    inputs = GdnInputs(case, dtype, device, clock.l2_bytes)
+    sides = _Sides(clock)
+    for h_layout in layouts:
+        sides.add_ours(inputs, tier, h_layout)
+    for name in peers:
+        sides.add_peer(inputs, name)
+    fill = clock.record(gdn_sides.fill_h(inputs))
+    fill_us = []
+    for _ in range(repeats):
+        for _side, recording, row in sides.recorded:
+            row["us"].append(round(recording.measure(), 3))
+        fill_us.append(round(fill.measure(), 3))
+    for side, recording, row in sides.recorded:
+        _check(side, recording, row, inputs)
+        row["calls"] = recording.calls
+        if row["right"]:
+            with contextlib.suppress(Exception):
+                row["host_us"] = round(clock.host_us(side.calls[-1]), 1)
+    return {
+        "case": case.name,
+        "q_heads": case.q_heads,
+        "v_heads": case.v_heads,
+        "lengths": list(case.lengths),
+        "moved_bytes": inputs.moved_bytes,
+        "checkpoint_bytes": inputs.checkpoint_bytes,
+        "fill_h_us": fill_us,
+        "sets": inputs.sets,
+        "listed_peers": list(gdn_sides.PEERS),
+        "gaps": sides.gaps,
+        "sides": sides.rows,
+    }
+
+
+def _check(side: GdnSide, recording: Recording, row: dict[str, Any], inputs: GdnInputs) -> None:
+    """Runs what was timed once more over poisoned results and compares them with float64."""
+    try:
+        for result in side.results[:2]:
+            result.fill_(float("nan"))
+        recording.run()
+        errors = side.errors(inputs)
+    except Exception as failure:
+        row["failure"] = in_words(failure)
+        return
+    row["errors"] = {name: round(e, 6) for name, e in errors.items() if e == e}
+    row["right"] = all(error <= side.tolerance for error in errors.values())
+    if not row["right"]:
+        found = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
+        row["failure"] = f"wrong: relative errors {found}, at most {side.tolerance} is right"
+
+
+def judge(row: dict[str, Any], copy_rate: float) -> None:
+    """Adds medians, floor, the best peer and the ratios to one case's row.
+
+    `ratio` is our median without checkpoints over that of the best peer without them; `fla_ratio`
+    over FLA's; `faster` says that our slowest repeat beats every peer's fastest. `h_cost` holds for
+    each layout what checkpoints add to our time, in multiples of the time to fill them.
+    """
+    row["floor_us"] = round(row["moved_bytes"] / copy_rate * 1e6, 3)
+    for side in row["sides"]:
+        if side["us"]:
+            side["median_us"] = round(statistics.median(side["us"]), 3)
+    fill_us = statistics.median(row["fill_h_us"])
+    right = [side for side in row["sides"] if side["right"] and side["compared"]]
+    plain = {s["peer"]: s for s in right if s["h"] is None}
+    our = plain.pop(None, None)
+    for name in row["listed_peers"]:
+        if name not in plain:
+            row["gaps"].setdefault(name, _why_missing(row, name))
+    best = min(plain.values(), key=lambda side: side["median_us"], default=None)
+    row["our_us"] = our["median_us"] if our else None
+    row["our_tier"] = our.get("tier") if our else None
+    row["best_peer"] = best["peer"] if best else None
+    row["best_peer_us"] = best["median_us"] if best else None
+    row["ratio"] = _ratio(row["our_us"], row["best_peer_us"])
+    row["fla_ratio"] = _ratio(row["our_us"], plain.get("fla", {}).get("median_us"))
+    row["floor_ratio"] = _ratio(row["our_us"], row["floor_us"])
+    row["faster"] = None
+    if our and plain:
+        row["faster"] = max(our["us"]) < min(min(side["us"]) for side in plain.values())
+    row["h_cost"] = {
+        side["h"]: round((side["median_us"] - our["median_us"]) / fill_us, 3)
+        for side in right
+        if our and side["peer"] is None and side["h"] is not None
+    }
+
+
+def _why_missing(row: dict[str, Any], name: str) -> str:
+    failures = [s["failure"] for s in row["sides"] if s["peer"] == name and "failure" in s]
+    return "; ".join(failures) or "not asked for"
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return None if a is None or not b else round(a / b, 4)
+
+
+def _one_line(row: dict[str, Any]) -> str:
+    medians = [
+        f"{side['side']} {side['median_us']:.1f}" + ("" if side["right"] else " WRONG")
+        for side in row["sides"]
+        if side["us"]
+    ]
+    fill = f"fill h {statistics.median(row['fill_h_us']):.1f}"
+    return f"{row['case']} ({row['seconds']} s): " + ", ".join([*medians, fill])
+
+
+def print_report(result: dict[str, Any]) -> None:
+    """Prints the table and what is missing from it."""
+    out = console()
+    title = (
+        f"gdn_chunk_prefill, {result['dtype']}, on {result['device']['name']}: medians of"
+        f" {result['repeats']}, {result['clock']}; copy {result['copy_tb_per_s']:.2f} TB/s"
+    )
+    print_table(out, title, _table(result))
+    for row in result["cases"]:
+        for side in row["sides"]:
+            if "failure" in side:
+                text = f"FAILED {row['case']} {side['side']}: {side['failure']}"
+                out.print(text, soft_wrap=True, markup=False)
+        if result["peers"]:
+            for name, why in row["gaps"].items():
+                out.print(f"gap {row['case']} {name}: {why}", soft_wrap=True, markup=False)
+    summary = result["summary"]
+    if summary["rows_with_ratio"]:
+        out.print(
+            f"ratio to the best peer that ran: geometric mean {summary['geometric_mean']:.3f},"
+            f" worst {summary['worst_ratio']:.3f}, faster than every one of them in"
+            f" {summary['faster_rows']} of {summary['rows_with_ratio']} rows",
+            soft_wrap=True,
+        )
+
+
+def _table(result: dict[str, Any]) -> Table:
+    headings = dict.fromkeys(side["side"] for row in result["cases"] for side in row["sides"])
+    table = Table()
+    table.add_column("case")
+    for heading in (
+        "floor", "ours / best", "ours / FLA", "h cost fla", "compact", "fill h", "host us",
+        *headings,
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for row in result["cases"]:
+        by_name = {side["side"]: side for side in row["sides"]}
+        host = next((s.get("host_us") for s in row["sides"] if s["peer"] is None), None)
+        table.add_row(
+            row["case"],
+            number(row["floor_us"], 1),
+            number(row["ratio"], 3),
+            number(row["fla_ratio"], 3),
+            number(row["h_cost"].get("fla"), 2),
+            number(row["h_cost"].get("compact"), 2),
+            number(statistics.median(row["fill_h_us"]), 1),
+            number(host, 0),
+            *[_cell(by_name.get(name)) for name in headings],
+        )
+    return table
+
+
+def _cell(side: dict[str, Any] | None) -> str:
+    return "-" if side is None or not side["right"] else number(side["median_us"], 1)
