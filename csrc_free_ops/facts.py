@@ -33,6 +33,7 @@ class DeviceFacts(NamedTuple):
     shared_memory: int  # bytes that one block may opt in to
     l2_bytes: int
     interpret: bool  # Triton's interpreter is on and this is the CPU
+    name: str = ""  # "NVIDIA H200", as its driver says; empty for an invented device
 
     @classmethod
     def of(cls, arch: str, index: int = 0) -> DeviceFacts:
@@ -186,4 +187,5 @@ def _cuda_facts(index: int) -> DeviceFacts:
         shared_memory,
         getattr(properties, "L2_cache_size", 0),
         False,
+        properties.name,
     )

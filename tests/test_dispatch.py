@@ -123,7 +123,8 @@ def test_log_says_it_once_for_each_new_problem(
     (line,) = [r.getMessage() for r in caplog.records]
     assert line == (
         "second runs decode float32 B=2 Hq=4 Hkv=2 Sq=7 T=7 D=8 Dv=8 on cpu "
-        "(passed over first: does not like this call)"
+        "(passed over first: does not like this call; order: the cascade's, no table for decode on "
+        "cpu)"
     )
 
 

@@ -26,7 +26,8 @@ def test_explain_of_a_decode_step() -> None:
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
 -> flash    not built yet
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
-   unfused  not built yet""",
+   unfused  not built yet
+order: the cascade's, no table for decode on sm_90""",
     )
 
 
@@ -41,21 +42,25 @@ decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0
 -> flash    not built yet
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
    unfused  not built yet
+order: the cascade's, no table for decode on sm_120
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (gfx942)
    flash    no: not run on AMD GPUs yet: only when asked for by tier='flash'
    mea      no: needs an NVIDIA GPU of compute capability 8.0 or newer; cannot keep NaN in keys past nonpad_kv_seqlen out of the result
 -> unfused  not built yet
+order: the cascade's, no table for decode on gfx942
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_75)
    flash    no: needs compute capability 8.0 or newer, the device has 7.5
    mea      no: needs an NVIDIA GPU of compute capability 8.0 or newer; cannot keep NaN in keys past nonpad_kv_seqlen out of the result
 -> unfused  not built yet
+order: the cascade's, no table for decode on sm_75
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cpu
    flash    no: no CPU kernel: runs there by Triton's interpreter only (TRITON_INTERPRET=1)
    mea      no: needs an NVIDIA GPU of compute capability 8.0 or newer; cannot keep NaN in keys past nonpad_kv_seqlen out of the result
--> unfused  ready""",
+-> unfused  ready
+order: the cascade's, no table for decode on cpu""",
     )
 
 
@@ -70,7 +75,8 @@ def test_explain_of_a_problem_with_everything_on() -> None:
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=4 T=4096 D=128 Dv=64 mask=bfloat16 sinks causal softcap=30 batch_invariant on cuda:0 (sm_90)
 -> flash    not built yet
    mea      no: does not do softcap, sinks, batch_invariant
-   unfused  not built yet""",
+   unfused  not built yet
+order: the cascade's, no table for decode on sm_90""",
     )
 
 
@@ -88,16 +94,19 @@ decode.qk bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 qk_mod
    flash    no: does not write qk_matmul_output
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result; does not do qk_matmul_output
 -> unfused  not built yet
+order: the cascade's, no table for decode on sm_90
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=512 Dv=512 lengths=int32 on cuda:0 (sm_90)
    flash    no: head sizes D=512, Dv=512 exceed 256
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
 -> unfused  not built yet
+order: the cascade's, no table for decode on sm_90
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
    flash    no: the last dimension of key has stride 4096, not 1
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result; key is not dense in its last dimension with 16-byte aligned rows
--> unfused  not built yet""",
+-> unfused  not built yet
+order: the cascade's, no table for decode on sm_90""",
     )
 
 
@@ -112,11 +121,13 @@ decode float16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cpu
 -> flash    ready
    mea      no: needs an NVIDIA GPU of compute capability 8.0 or newer; cannot keep NaN in keys past nonpad_kv_seqlen out of the result
    unfused  ready
+order: the cascade's, no table for decode on cpu
 
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
    flash    not built yet
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
    unfused  not built yet
+order: the cascade's, no table for decode on sm_90
 this call would raise TierNotEligibleError: decode: tier 'mea' was asked for and cannot run this call.""",
     )
 
@@ -130,7 +141,8 @@ def test_explain_of_a_disabled_tier() -> None:
 decode bfloat16 B=4 Hq=32 Hkv=8 Sq=1 T=4096 D=128 Dv=128 lengths=int32 on cuda:0 (sm_90)
    flash    no: disabled by ATTN_TIERS_DISABLE or options(disable=...)
    mea      no: cannot keep NaN in keys past nonpad_kv_seqlen out of the result
--> unfused  not built yet""",
+-> unfused  not built yet
+order: the cascade's, no table for decode on sm_90""",
     )
 
 
@@ -231,5 +243,5 @@ def test_log_says_once_for_each_new_problem_what_runs(caplog: pytest.LogCaptureF
     assert len(texts) == 2 and all("unfused" in text for text in texts)
     expecttest.assert_expected_inline(
         texts[0],
-        """unfused runs decode float32 B=1 Hq=4 Hkv=2 Sq=1 T=9 D=56 Dv=56 on cpu (passed over flash: Triton's interpreter runs on the CPU when asked for only, by tier='flash'; mea: needs an NVIDIA GPU of compute capability 8.0 or newer)""",
+        """unfused runs decode float32 B=1 Hq=4 Hkv=2 Sq=1 T=9 D=56 Dv=56 on cpu (passed over flash: Triton's interpreter runs on the CPU when asked for only, by tier='flash'; mea: needs an NVIDIA GPU of compute capability 8.0 or newer; order: the cascade's, no table for decode on cpu)""",
     )

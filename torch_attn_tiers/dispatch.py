@@ -1,4 +1,4 @@
-"""From a problem to the plan that runs it: options, ranking, readiness in captures, records.
+"""From a problem to the plan that runs it: options, readiness in captures, records.
 
 An operator looks its call up by a flat key (:func:`known`), which costs a few microseconds. On a
 miss it builds its problem and asks :func:`decide`. Nothing here knows what an operator computes.
@@ -12,7 +12,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from torch_attn_tiers.binding import bind
 from torch_attn_tiers.errors import ColdCaptureError, TierNotEligibleError
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import Problem
+from torch_attn_tiers.ranking import Order, order_of
 from torch_attn_tiers.tier import Plan, Tier
 
 log = logging.getLogger("torch_attn_tiers")
@@ -53,6 +54,8 @@ class DispatchRecord(NamedTuple):
     cold: bool
     #: This call built the plan.
     built: bool
+    #: Where the order of the tiers comes from, in words.
+    order: str
 
 
 class TierVerdict(NamedTuple):
@@ -67,7 +70,7 @@ class TierVerdict(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """Every tier's verdict on one problem. ``print`` it."""
+    """Every tier's verdict on one problem, the tier to try first in front. ``print`` it."""
 
     problem: Problem
     verdicts: list[TierVerdict]
@@ -76,6 +79,8 @@ class Explanation(NamedTuple):
     pinned_plans: int
     #: The error that the call would raise; None if a tier would run.
     error: str | None = None
+    #: Where the order of the verdicts comes from, in words; empty if the operator has no tiers.
+    order: str = ""
 
     @property
     def chosen(self) -> str | None:
@@ -90,6 +95,8 @@ class Explanation(NamedTuple):
                 ("ready" if ready else "not built yet") if eligible else "no: " + "; ".join(reasons)
             )
             lines.append(f"{'->' if chosen else '  '} {name:<{width}}  {state}")
+        if self.order:
+            lines.append(f"order: {self.order}")
         if self.error is not None:
             lines.append(f"this call would raise {self.error}")
         if self.pinned_plans:
@@ -115,7 +122,8 @@ class Decision:
     """The outcome of choosing. Call it with the operator's tensors to run the plan."""
 
     __slots__ = (
-        "problem", "tier", "passed_over", "cold", "fresh", "built", "cuda_index", "lasting",
+        "problem", "tier", "passed_over", "cold", "fresh", "built", "order", "cuda_index",
+        "lasting",
     )  # fmt: skip
 
     def __init__(
@@ -126,6 +134,7 @@ class Decision:
         cold: bool,
         fresh: bool,
         built: _Built,
+        order: str,
     ) -> None:
         self.problem: Any = problem  # of the operator's own kind
         self.tier = tier
@@ -133,6 +142,7 @@ class Decision:
         self.cold = cold
         self.fresh = fresh  # built by the call that decided
         self.built = built
+        self.order = order
         self.lasting = True  # an equal call to come would be decided alike
         self.cuda_index = problem.device.index if problem.device.type == "cuda" else None
 
@@ -151,14 +161,22 @@ class Decision:
 
     def _record(self) -> None:
         record = DispatchRecord(
-            self.problem.op, self.tier.name, self.problem, self.passed_over, self.cold, self.fresh
+            self.problem.op,
+            self.tier.name,
+            self.problem,
+            self.passed_over,
+            self.cold,
+            self.fresh,
+            self.order,
         )
         for recording in tuple(_recordings):
             recording.append(record)
 
     def again(self) -> Decision:
         """The same for calls to come."""
-        return Decision(self.problem, self.tier, self.passed_over, self.cold, False, self.built)
+        return Decision(
+            self.problem, self.tier, self.passed_over, self.cold, False, self.built, self.order
+        )
 
 
 class _PlanCache:
@@ -291,16 +309,18 @@ def decide(key: Hashable, problem: Problem) -> Decision:
     return decision
 
 
-def ranking(problem: Problem, eligible: Sequence[Tier]) -> list[Tier]:
-    """Eligible tiers, fastest first. The cascade's order is the estimate."""
-    return list(eligible)
+class _Examined(NamedTuple):
+    """Every tier of an operator with its reasons against a problem, the one to try first ahead."""
+
+    verdicts: dict[Tier, tuple[str, ...]]
+    order: Order
 
 
-def _examine(problem: Problem, preparing: bool = False) -> dict[Tier, tuple[str, ...]]:
-    """Every tier of the operator, in the cascade's order, with its reasons against the problem."""
+def _examine(problem: Problem, preparing: bool = False) -> _Examined:
     options = current()
+    order = order_of(problem, registry.tiers_of(problem.op))
     verdicts = {}
-    for tier in registry.tiers_of(problem.op):
+    for tier in order.tiers:
         reasons = tier.reasons(problem)
         if (tier.op, tier.name) in options.disable:
             reasons.insert(0, "disabled by ATTN_TIERS_DISABLE or options(disable=...)")
@@ -312,18 +332,19 @@ def _examine(problem: Problem, preparing: bool = False) -> dict[Tier, tuple[str,
         if not reasons and tier.slow_build and not may_build and not _is_prepared(tier, problem):
             reasons.append("not prepared: call torch_attn_tiers.prepare or set ATTN_TIERS_JIT=1")
         verdicts[tier] = tuple(reasons)
-    return verdicts
+    return _Examined(verdicts, order)
 
 
 def _candidates(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) -> list[Tier]:
     """Tiers to try, best first: the one asked for, or all that are eligible."""
     eligible = [tier for tier, reasons in verdicts.items() if not reasons]
     if problem.requested is None:
-        return ranking(problem, eligible)
+        return eligible
     return [tier for tier in eligible if tier.name == problem.requested]
 
 
-def _first_that_builds(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) -> Decision:
+def _first_that_builds(problem: Problem, examined: _Examined) -> Decision:
+    verdicts, order = examined
     candidates = _candidates(problem, verdicts)
     cause: Exception | None = None
     lasting = True
@@ -340,13 +361,12 @@ def _first_that_builds(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) 
             continue
         passed_over: Reasons = {}
         if problem.requested is None:
-            order = list(verdicts)
-            for tier in order[: order.index(chosen)]:
+            for tier in order.tiers[: order.tiers.index(chosen)]:
                 if verdicts[tier]:
                     passed_over[tier.name] = verdicts[tier]
             for tier in candidates[: candidates.index(chosen)]:
                 passed_over[tier.name] = ("not ready in a CUDA graph capture",)
-        decision = Decision(problem, chosen, passed_over, cold, fresh, built)
+        decision = Decision(problem, chosen, passed_over, cold, fresh, built, order.source)
         decision.lasting = lasting and not cold
         return decision
     raise TierNotEligibleError(_not_eligible_message(problem, verdicts)) from cause
@@ -523,22 +543,23 @@ def _not_eligible_message(problem: Problem, verdicts: dict[Tier, tuple[str, ...]
 
 
 def _say(decision: Decision) -> None:
-    problem = decision.problem
+    """Log a decision, once for each plan: who runs, who does not and why, and by what order."""
+    built = decision.built
+    if built.warned if decision.cold else built.said or not log.isEnabledFor(logging.INFO):
+        return
+    passed_over = "; ".join(f"{n}: {', '.join(r)}" for n, r in decision.passed_over.items())
+    because = f"passed over {passed_over}; " if passed_over else ""
+    told = (decision.tier.name, decision.problem.describe(), because, decision.order)
     if decision.cold:
-        if decision.built.warned:
-            return
-        decision.built.warned = True
+        built.warned = True
         log.warning(
-            "%s is captured, a faster tier is not ready (%s): call prepare before the capture; %s",
-            decision.tier.name,
-            ", ".join(decision.passed_over),
-            problem.describe(),
+            "%s is captured cold, a faster tier is not ready: call prepare before the capture; "
+            "%s (%sorder: %s)",
+            *told,
         )
-    elif not decision.built.said and log.isEnabledFor(logging.INFO):
-        decision.built.said = True
-        passed_over = "; ".join(f"{n}: {', '.join(r)}" for n, r in decision.passed_over.items())
-        because = f" (passed over {passed_over})" if passed_over else ""
-        log.info("%s runs %s%s", decision.tier.name, problem.describe(), because)
+    else:
+        built.said = True
+        log.info("%s runs %s (%sorder: %s)", *told)
 
 
 def explain(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanation:
@@ -597,7 +618,7 @@ def _prepare(problem: Problem) -> None:
 
 
 def _explain(problem: Problem) -> Explanation:
-    verdicts = _examine(problem)
+    verdicts, order = _examine(problem)
     chosen = None
     candidates = _candidates(problem, verdicts)
     raised = None
@@ -619,7 +640,7 @@ def _explain(problem: Problem) -> Explanation:
         )
         for tier, reasons in verdicts.items()
     ]
-    return Explanation(problem, rows, len(_plans.plans), len(_plans.pinned), raised)
+    return Explanation(problem, rows, len(_plans.plans), len(_plans.pinned), raised, order.source)
 
 
 def _problem(

@@ -1,0 +1,308 @@
+"""Which tier is tried first: by an order that was measured on this device, else the cascade's.
+
+A table ``tables/<device>.json`` sorts the problems of an operator into classes and gives each the
+order of its tiers. It holds under the library versions that it was measured with; under others it
+is ignored, with one warning. ``python -m torch_attn_tiers tune`` writes it.
+
+A table orders, it does not choose: every tier is still asked whether it takes the problem. Tiers
+that it does not name keep the places that they have in the cascade.
+
+Asked once for each new problem, before its plan is built; calls with a known plan do not come here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import itertools
+import json
+import logging
+import pathlib
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from csrc_free_ops import KERNEL_REVISIONS
+from csrc_free_ops.facts import DeviceFacts
+from torch_attn_tiers.problem import DecodeProblem, Problem, dtype_name, library_versions
+from torch_attn_tiers.tier import Tier
+
+log = logging.getLogger("torch_attn_tiers")
+
+#: Where the tables lie.
+FOLDER = pathlib.Path(__file__).parent / "tables"
+_CASCADES = "the cascade's"
+#: A size of a problem and that of its class differ by a factor of at most 2 ** this.
+_FARTHEST = 2
+#: Libraries whose versions a table of an operator depends on, besides PyTorch and Triton.
+_LIBRARIES = {"decode": ("nvidia-cudnn-frontend", "flashinfer-python")}
+
+
+class Order(NamedTuple):
+    """Tiers, the one to try first in front, and where their order comes from, in words."""
+
+    tiers: tuple[Tier, ...]
+    source: str
+
+
+class ProblemClass(NamedTuple):
+    """A class of problems that one order serves. ``str`` of it is what tables and reports say."""
+
+    op: str
+    #: What agrees within a class, by the fields of the operator's scheme.
+    kind: tuple[int | str, ...]
+    #: Exponents of the powers of two nearest to its sizes.
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind_in_words()} {self.sizes_in_words()}"
+
+    def kind_in_words(self) -> str:
+        """As ``"query=bfloat16 cache=bfloat16 G=4 D=128 Dv=128 window=no Sq=1"``."""
+        return _in_words(_SCHEMES[self.op].fields, self.kind)
+
+    def sizes_in_words(self) -> str:
+        """As ``"rows=8 T=4096"``."""
+        return _in_words(_SCHEMES[self.op].sizes, [1 << size for size in self.sizes])
+
+
+class _Scheme(NamedTuple):
+    """How the problems of an operator are sorted into classes."""
+
+    fields: tuple[str, ...]
+    sizes: tuple[str, ...]
+    #: Values of the fields, then of the sizes.
+    read: Callable[[Any], tuple[tuple[int | str, ...], tuple[int, ...]]]
+    #: Exponents of the least and the largest class of each size: those outside count as these.
+    bounds: tuple[tuple[int, int], ...]
+
+
+def _read_decode(problem: DecodeProblem) -> tuple[tuple[int | str, ...], tuple[int, ...]]:
+    """Kernels pad a group to a power of two and head sizes to 64, 128 or 256; so do classes."""
+    B, Hq, Sq, D = problem.query.shape
+    _, Hkv, T, _ = problem.key.shape
+    Dv = problem.value.shape[3]
+    has_window = problem.left_window >= 0 or problem.right_window >= 0
+    kind = (
+        _dtype_name(problem.query.dtype),
+        _dtype_name(problem.key.dtype),
+        _ceiling(Hq // Hkv),
+        _ceiling(D) if D > 64 else 64,
+        _ceiling(Dv) if Dv > 64 else 64,
+        "yes" if has_window else "no",
+        1 if Sq == 1 else "2-16" if Sq <= 16 else "17-",
+    )
+    return kind, (B * Hkv, T)
+
+
+#: Of the operators that tables rank. Rows are pairs of a batch row and a KV head.
+_SCHEMES = {
+    "decode": _Scheme(
+        ("query", "cache", "G", "D", "Dv", "window", "Sq"),
+        ("rows", "T"),
+        _read_decode,
+        ((0, 9), (7, 17)),
+    ),
+}
+
+
+def order_of(problem: Problem, cascade: tuple[Tier, ...]) -> Order:
+    """The tiers of ``cascade``, all of them, in the order in which to try them."""
+    table = _tables.get((problem.device, problem.op)) or _load(problem.device, problem.op)
+    if isinstance(table, str):
+        return Order(cascade, table)
+    return table.order(class_of(problem), cascade)
+
+
+def class_of(problem: Problem) -> ProblemClass:
+    """The class of a problem.
+
+    Raises:
+        KeyError: tables do not rank its operator.
+    """
+    kind, sizes = _SCHEMES[problem.op].read(problem)
+    return ProblemClass(problem.op, kind, tuple(map(_octave, sizes)))
+
+
+def table_name(device: DeviceFacts) -> str:
+    """A device's name as that of a file: ``"nvidia_h200"``; its architecture if it has none."""
+    return re.sub(r"[^a-z0-9]+", "_", (device.name or device.arch).lower()).strip("_")
+
+
+@functools.cache
+def versions(op: str) -> dict[str, str]:
+    """Versions that the times of an operator's tiers depend on, of what is installed."""
+    found = dict(library_versions())
+    for package in _LIBRARIES.get(op, ()):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if "nvidia-cudnn-frontend" in found and torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    found["kernels"] = str(KERNEL_REVISIONS[op])
+    return found
+
+
+def section(
+    orders: Mapping[ProblemClass, Iterable[str]], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """An operator's part of a table: ``about`` it ("versions" at least), then every order."""
+    kinds: dict[str, dict[str, str]] = {}
+    for one, names in orders.items():
+        kinds.setdefault(one.kind_in_words(), {})[one.sizes_in_words()] = " ".join(names)
+    return {**about, "orders": kinds}
+
+
+def forget() -> None:
+    """Read the tables anew when they are next needed. For tests."""
+    with _lock:
+        _tables.clear()
+        _warned.clear()
+
+
+_dtype_name = functools.cache(dtype_name)
+
+
+def _octave(size: int) -> int:
+    """Exponent of the power of two nearest to a size, by their ratio: 2 for 3 to 5."""
+    return (size * size).bit_length() // 2
+
+
+def _ceiling(size: int) -> int:
+    """The smallest power of two that is not smaller."""
+    return 1 << (size - 1).bit_length()
+
+
+def _in_words(names: Iterable[str], values: Iterable[Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in zip(names, values))
+
+
+def _from_words(names: Iterable[str], words: str) -> tuple[int | str, ...]:
+    """The inverse of :func:`_in_words`.
+
+    Raises:
+        KeyError: a name is missing.
+    """
+    given = dict(word.split("=") for word in words.split())
+    return tuple(int(given[name]) if given[name].isdigit() else given[name] for name in names)
+
+
+def _arranged(cascade: tuple[Tier, ...], names: Sequence[str]) -> tuple[Tier, ...]:
+    """The cascade with the named tiers in the order of the names, on the places that they have."""
+    named = iter(sorted((t for t in cascade if t.name in names), key=lambda t: names.index(t.name)))
+    return tuple(next(named) if tier.name in names else tier for tier in cascade)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tables
+# ---------------------------------------------------------------------------------------------
+
+
+class _Table:
+    """The orders of one operator on one device, as they were measured."""
+
+    def __init__(self, path: pathlib.Path, op: str, written: Mapping[str, Any]) -> None:
+        self.path = path
+        self._scheme = scheme = _SCHEMES[op]
+        self._steps = _steps(len(scheme.sizes))
+        #: Names of tiers, and the class that was measured.
+        self._measured: dict[tuple[Any, Any], tuple[list[str], ProblemClass]] = {}
+        for kind_words, orders in written["orders"].items():
+            kind = _from_words(scheme.fields, kind_words)
+            for sizes_words, names in orders.items():
+                sizes = tuple(_octave(int(n)) for n in _from_words(scheme.sizes, sizes_words))
+                self._measured[kind, sizes] = names.split(), ProblemClass(op, kind, sizes)
+        # Both have 16 bits and one rate, so that only one of them need be measured.
+        for (kind, sizes), entry in list(self._measured.items()):
+            twin = tuple("float16" if value == "bfloat16" else value for value in kind)
+            self._measured.setdefault((twin, sizes), entry)
+        self._orders: dict[ProblemClass, tuple[tuple[Tier, ...], Order]] = {}
+
+    def order(self, wanted: ProblemClass, cascade: tuple[Tier, ...]) -> Order:
+        """By that of the class, else of the nearest one of its kind, else the cascade's."""
+        known = self._orders.get(wanted)
+        if known is not None and known[0] == cascade:
+            return known[1]
+        entry = self._nearest(wanted)
+        if entry is None:
+            order = Order(cascade, f"{_CASCADES}, {self.path.name} has no class near")
+        else:
+            names, measured = entry
+            source = f"measured, {self.path.name}: {measured}"
+            order = Order(_arranged(cascade, names), source)
+        self._orders[wanted] = cascade, order
+        return order
+
+    def _nearest(self, wanted: ProblemClass) -> tuple[list[str], ProblemClass] | None:
+        bounded = [
+            min(max(size, least), most)
+            for size, (least, most) in zip(wanted.sizes, self._scheme.bounds)
+        ]
+        for step in self._steps:
+            entry = self._measured.get((wanted.kind, tuple(map(int.__add__, bounded, step))))
+            if entry is not None:
+                return entry
+        return None
+
+
+def _steps(dimensions: int) -> list[tuple[int, ...]]:
+    """Ways to a class nearby, the shortest first; of two as short, to the larger sizes."""
+    steps = itertools.product(range(-_FARTHEST, _FARTHEST + 1), repeat=dimensions)
+    return sorted(steps, key=lambda step: (sum(map(abs, step)), [-s for s in step]))
+
+
+#: By device and operator; in words why there is none.
+_tables: dict[tuple[DeviceFacts, str], _Table | str] = {}
+_warned: set[tuple[pathlib.Path, str]] = set()
+_lock = threading.Lock()
+
+
+def _load(device: DeviceFacts, op: str) -> _Table | str:
+    with _lock:
+        if (device, op) not in _tables:  # another thread may have been faster
+            _tables[device, op] = _read(device, op)
+        return _tables[device, op]
+
+
+def _read(device: DeviceFacts, op: str) -> _Table | str:
+    path = FOLDER / f"{table_name(device)}.json"
+    none = f"{_CASCADES}, no table for {op} on {device.name or device.arch}"
+    if op not in _SCHEMES or not path.exists():
+        return none
+    try:
+        written = json.loads(path.read_text())["ops"].get(op)
+        if written is None:
+            return none
+        different = _differences(written["versions"], versions(op))
+        if not different:
+            return _Table(path, op, written)
+        reason = f"measured with {different}"
+    except Exception as error:
+        reason = f"cannot be read: {type(error).__name__}: {error}"
+    if (path, op) not in _warned:  # there may be several devices of the name
+        _warned.add((path, op))
+        log.warning(
+            "%s is ignored for %s: %s. The cascade's order holds; measure anew by "
+            "python -m torch_attn_tiers tune",
+            path,
+            op,
+            reason,
+        )
+    return f"{_CASCADES}, {path.name} is ignored: {reason}"
+
+
+def _differences(measured: Mapping[str, str], installed: Mapping[str, str]) -> str:
+    """Versions that are not those of the table, in words; empty if there are none.
+
+    A library that is on one side only makes no difference to the order of the tiers without it.
+    """
+    names = sorted(measured.keys() & installed.keys())
+    return ", ".join(
+        f"{name} {measured[name]} (here {installed[name]})"
+        for name in names
+        if measured[name] != installed[name]
+    )
