@@ -22,7 +22,12 @@ from torch_attn_tiers.gdn import (
     gdn_chunk_prefill,
 )
 from torch_attn_tiers.options import options, read_environment
-from torch_attn_tiers.problem import DecodeProblem, GdnProblem
+from torch_attn_tiers.problem import (
+    DecodeProblem,
+    GdnDecodeProblem,
+    GdnGatesProblem,
+    GdnProblem,
+)
 from torch_attn_tiers.tier import Tier, all_names, register_tier
 
 __version__ = "0.1.0.dev0"
@@ -33,6 +38,8 @@ __all__ = [
     "DeviceFacts",
     "DispatchRecord",
     "Explanation",
+    "GdnDecodeProblem",
+    "GdnGatesProblem",
     "GdnPrefill",
     "GdnPrefillCompact",
     "GdnPrefillFla",

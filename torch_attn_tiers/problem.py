@@ -244,6 +244,88 @@ class GdnProblem(Problem):
         return " ".join(words) + f" on {self.device}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class GdnDecodeProblem(Problem):
+    """One ``gdn_decode`` or ``gdn_decode_`` call, in canonical form.
+
+    States are described V-first, whichever way the call asks for them, the default scale is filled
+    in, and write indices that are not given are the read indices.
+    """
+
+    op: str = "gdn_decode"
+    q: TensorFacts  # [B,Sq,Hq,K]
+    k: TensorFacts
+    v: TensorFacts  # [B,Sq,Hv,V]
+    g: TensorFacts  # [B,Sq,Hv]; with A_log what the model projects, before the gates' formula
+    beta: TensorFacts
+    A_log: TensorFacts | None  # [Hv]
+    dt_bias: TensorFacts | None
+    state: TensorFacts  # [P,Hv,V,K]
+    #: The state is written where it is read from; else a new one is made.
+    in_place: bool
+    read_indices: TensorFacts | None  # [B]
+    write_indices: TensorFacts | None  # [B] or [B,Sq]
+    scale: float
+    qk_l2norm: bool
+    #: How the caller sees states. No tier needs to know.
+    state_v_first: bool = field(default=False, compare=False)
+
+    @property
+    def B(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def Sq(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def Hq(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def Hv(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def K(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def V(self) -> int:
+        return self.v.shape[3]
+
+    def describe(self) -> str:
+        """The problem on one line."""
+        words = [
+            f"{self.call} {dtype_name(self.q.dtype)}",
+            f"B={self.B} Sq={self.Sq} Hq={self.Hq} Hv={self.Hv} K={self.K} V={self.V}",
+            f"state={dtype_name(self.state.dtype)}",
+        ]
+        if self.read_indices is not None:
+            words.append(f"pool={self.state.shape[0]}")
+        if self.write_indices is not None and len(self.write_indices.shape) == 2:
+            words.append("a state for each token")
+        if self.qk_l2norm:
+            words.append("qk_l2norm")
+        return " ".join(words) + f" on {self.device}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnGatesProblem(Problem):
+    """One ``gdn_gates`` call, its leading dimensions made one."""
+
+    op: str = "gdn_gates"
+    a: TensorFacts  # [tokens,Hv]
+    b: TensorFacts
+    A_log: TensorFacts  # [Hv]
+    dt_bias: TensorFacts
+
+    def describe(self) -> str:
+        """The problem on one line."""
+        tokens, Hv = self.a.shape
+        return f"{self.call} {dtype_name(self.a.dtype)} tokens={tokens} Hv={Hv} on {self.device}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float16"`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")

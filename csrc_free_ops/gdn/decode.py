@@ -1,0 +1,224 @@
+"""The recurrent step, host side: shapes and strides in, a plan of one launch out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from csrc_free_ops.facts import DeviceFacts, TensorFacts
+from csrc_free_ops.gdn.gates import gates_kernel
+from csrc_free_ops.gdn.recurrent import recurrent_kernel
+from csrc_free_ops.launch import Launch
+
+_GATES_BLOCK = 256
+
+
+class RecurrentConfig(NamedTuple):
+    """What the kernel is compiled for beyond the problem itself."""
+
+    bv: int  # rows of S that a program keeps
+    lanes: int  # threads that share a row of S, each with 16 bytes of it at a time
+    num_warps: int
+    unroll: int = 1  # tokens
+    load_policy: str = ""  # Triton's eviction policy for reading S: "" or "evict_first"
+    store_policy: str = ""  # and for writing it
+    prefetch: bool = False  # asks for S before the kernel ahead has ended (without indices only)
+
+
+def default_config(q: TensorFacts, state: TensorFacts) -> RecurrentConfig:
+    """A tile of states ``[P,Hv,V,K]`` for tokens ``[B,Sq,Hq,K]``. Not tuned yet.
+
+    Fewer elements of k than threads: the compiler then loads k the way that S is laid out, and
+    does not bring S into the layout of k.
+    """
+    Sq, K, V = q.shape[1], q.shape[3], state.shape[2]
+    num_warps = max(4, 2 * _pow2(K) // 32)
+    if state.stride[3] != 1 and state.stride[2] == 1:  # K-first memory: threads run along V
+        return RecurrentConfig(min(_pow2(V), 64), 4, num_warps)
+    return RecurrentConfig(min(_pow2(V), 32), 8, num_warps, 1 if Sq == 1 else 2)
+
+
+def unsupported(q: TensorFacts, v: TensorFacts, state: TensorFacts) -> str | None:
+    """Why the kernel cannot take a legal problem, in words; None if it can."""
+    Hv, V = v.shape[2:]
+    if q.shape[0] * Hv * -(-V // default_config(q, state).bv) >= 2**31:
+        return "more than 2^31 rows, heads and tiles"
+    return None
+
+
+def plan_gdn_decode(
+    q: TensorFacts,
+    k: TensorFacts,
+    v: TensorFacts,
+    g: TensorFacts,
+    beta: TensorFacts,
+    state: TensorFacts,
+    device: DeviceFacts,
+    *,
+    A_log: TensorFacts | None = None,
+    dt_bias: TensorFacts | None = None,
+    new_state: TensorFacts | None = None,
+    read_indices: TensorFacts | None = None,
+    write_indices: TensorFacts | None = None,
+    scale: float,
+    qk_l2norm: bool = False,
+    config: RecurrentConfig | None = None,
+) -> GdnDecodePlan:
+    """A plan over ``[B,Sq,Hq,K]``, ``[B,Sq,Hv,V]``, ``[B,Sq,Hv]`` and states ``[P,Hv,V,K]``.
+
+    With A_log and dt_bias ``[Hv]`` g and beta stand for a and b. new_state is state unless given.
+    """
+    B, Sq, Hq, K = q.shape
+    Hv, V = v.shape[2:]
+    if config is None:
+        config = default_config(q, state)
+    new_state = new_state or state
+    has_indices = read_indices is not None and write_indices is not None
+    none = TensorFacts((), (0, 0), torch.int64, True)
+    reads, writes = read_indices or none, write_indices or none
+    write_each = len(writes.shape) == 2
+    is_dense = state.stride[2:] == (K, 1) and V % config.bv == 0 and K * state.dtype.itemsize % 128 == 0
+    has_pdl = device.arch.startswith("sm_") and (device.capability or (0, 0)) >= (9, 0)
+    ki = min(_pow2(K), config.lanes * 16 // state.dtype.itemsize)
+
+    tensors = dict(
+        q=q, k=k, v=v, g=g, beta=beta, A_log=A_log or g, dt_bias=dt_bias or g, state=state,
+        new_state=new_state, read_indices=reads, write_indices=writes,
+    )  # fmt: skip
+    pointers = {name: (facts.dtype, facts.aligned) for name, facts in tensors.items()}
+    launch = Launch(
+        recurrent_kernel,
+        grid=B * Hv * -(-V // config.bv),
+        pointers={**pointers, "out": (v.dtype, True)},
+        scalars=dict(
+            rows=state.shape[0],
+            scale=float(scale),
+            **_strides("q", "bshd", q),
+            **_strides("k", "bshd", k),
+            **_strides("v", "bshd", v),
+            **_strides("g", "bsh", g),
+            **_strides("beta", "bsh", beta),
+            A_stride=0 if A_log is None else A_log.stride[0],
+            dt_stride=0 if dt_bias is None else dt_bias.stride[0],
+            **_strides("s", "nh", state),
+            **_strides("n", "nh", new_state),
+            read_stride=reads.stride[0],
+            write_stride_b=writes.stride[0],
+            write_stride_s=writes.stride[1] if write_each else 0,
+        ),
+        constants=dict(
+            S_V=state.stride[2], S_K=state.stride[3], N_V=new_state.stride[2],
+            N_K=new_state.stride[3], HV=Hv, GROUP=Hv // Hq, K=K, V=V, SQ=Sq, BLOCK_S=_pow2(Sq),
+            KO=_pow2(K) // ki, BV=config.bv, KI=ki, RAW=A_log is not None, L2NORM=qk_l2norm,
+            HAS_INDICES=has_indices, WRITE_EACH=write_each, UNROLL=config.unroll,
+            LOAD_POLICY=config.load_policy, STORE_POLICY=config.store_policy,
+            PREFETCH=config.prefetch and has_pdl and is_dense and not has_indices, PDL=has_pdl,
+        ),
+        options=dict(num_warps=config.num_warps, **({"launch_pdl": True} if has_pdl else {})),
+    )  # fmt: skip
+    return GdnDecodePlan(device, launch)
+
+
+class _Plan:
+    """One launch of one problem. Safe to share between threads; holds no tensor."""
+
+    def __init__(self, device: DeviceFacts, launch: Launch) -> None:
+        self.device = device
+        self.launch = launch
+        #: What the kernel is compiled and loaded for.
+        self.specialization = (device.index, launch.specialization)
+
+    def is_compiled(self) -> bool:
+        """Whether a run needs no compiler and no module load."""
+        if self.device.interpret or self.launch.grid[0] == 0:
+            return True
+        return self.launch.is_compiled(self.device.index)
+
+    def compile(self) -> None:
+        """Compiles and loads the kernel; launches nothing. Not for use inside a capture."""
+        if not self.device.interpret and self.launch.grid[0]:
+            self.launch.compile(self.device.index)
+
+
+class GdnDecodePlan(_Plan):
+    """A launch of the recurrent step."""
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        state: Tensor,
+        new_state: Tensor,
+        read_indices: Tensor | None,
+        write_indices: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Writes out and new_state, by tensors like those that were planned for."""
+        if self.launch.grid[0] == 0:
+            return
+        # An argument that the kernel does not use is stood in for by one that it has.
+        self.launch(
+            self.device.index,
+            q,
+            k,
+            v,
+            g,
+            beta,
+            g if A_log is None else A_log,
+            g if dt_bias is None else dt_bias,
+            state,
+            new_state,
+            out if read_indices is None else read_indices,
+            out if write_indices is None else write_indices,
+            out,
+        )
+
+
+def plan_gdn_gates(
+    a: TensorFacts, b: TensorFacts, A_log: TensorFacts, dt_bias: TensorFacts, device: DeviceFacts
+) -> GdnGatesPlan:
+    """A plan over a and b ``[tokens,Hv]``, A_log and dt_bias ``[Hv]``."""
+    tokens, Hv = a.shape
+    tensors = dict(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+    pointers = {name: (facts.dtype, facts.aligned) for name, facts in tensors.items()}
+    launch = Launch(
+        gates_kernel,
+        grid=-(-tokens * Hv // _GATES_BLOCK),
+        pointers={**pointers, "g": (torch.float32, True), "beta": (torch.float32, True)},
+        scalars=dict(
+            tokens=tokens,
+            **_strides("a", "th", a),
+            **_strides("b", "th", b),
+            A_stride=A_log.stride[0],
+            dt_stride=dt_bias.stride[0],
+        ),
+        constants=dict(HV=Hv, BLOCK=_GATES_BLOCK),
+        options=dict(num_warps=4),
+    )
+    return GdnGatesPlan(device, launch)
+
+
+class GdnGatesPlan(_Plan):
+    """A launch of the gates."""
+
+    def run(
+        self, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, g: Tensor, beta: Tensor
+    ) -> None:
+        """Writes g and beta, float32 ``[tokens,Hv]``, contiguous."""
+        if self.launch.grid[0]:
+            self.launch(self.device.index, a, b, A_log, dt_bias, g, beta)
+
+
+def _pow2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _strides(name: str, dims: str, facts: TensorFacts) -> dict[str, int]:
+    return {f"{name}_stride_{dim}": stride for dim, stride in zip(dims, facts.stride)}
