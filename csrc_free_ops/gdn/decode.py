@@ -79,7 +79,9 @@ def plan_gdn_decode(
     none = TensorFacts((), (0, 0), torch.int64, True)
     reads, writes = read_indices or none, write_indices or none
     write_each = len(writes.shape) == 2
-    is_dense = state.stride[2:] == (K, 1) and V % config.bv == 0 and K * state.dtype.itemsize % 128 == 0
+    is_dense = (
+        state.stride[2:] == (K, 1) and V % config.bv == 0 and K * state.dtype.itemsize % 128 == 0
+    )
     has_pdl = device.arch.startswith("sm_") and (device.capability or (0, 0)) >= (9, 0)
     ki = min(_pow2(K), config.lanes * 16 // state.dtype.itemsize)
 

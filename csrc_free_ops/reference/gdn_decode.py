@@ -1,4 +1,4 @@
-"""``attn_tiers::gdn_decode`` and ``gdn_gates`` in plain PyTorch: the gated delta rule, token by token.
+"""``attn_tiers::gdn_decode`` and ``gdn_gates`` in plain PyTorch, token by token.
 
 Letters: ``B`` rows, ``Sq`` tokens of each, ``Hq`` heads of q and k, ``Hv`` heads of v, ``K`` and
 ``V`` their sizes, ``P`` states of a pool. Value head ``h`` uses q and k of head ``h // (Hv/Hq)``.

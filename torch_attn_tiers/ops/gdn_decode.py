@@ -1,4 +1,4 @@
-"""``attn_tiers::gdn_decode`` and ``gdn_decode_``: the gated delta rule over a few tokens of each row.
+"""``attn_tiers::gdn_decode`` and ``gdn_decode_``: a few tokens of each row, one by one.
 
 ====================  =====================================================================
 operator              returns
@@ -14,11 +14,11 @@ Each value head has a state ``S [K,V]``. A token makes ``S <- exp(g) S``, ``d = 
 the first to the last.
 
 Tensors (positional)
-    q, k ``[B,Sq,Hq,K]``, v ``[B,Sq,Hv,V]``: float16, bfloat16 or float32, alike; any strides. ``Sq``
-    is 1 to 16. ``Hv`` is a multiple of ``Hq`` and value head ``h`` uses head ``h // (Hv/Hq)`` of q
-    and k; ``K`` and ``V`` at most 256. g, beta (or a, b) ``[B,Sq,Hv]``: the log of the forget gate,
-    and the writing strength after its sigmoid, each float32 or of v's dtype. A_log, dt_bias
-    ``[Hv]``: float32, bfloat16 or float16.
+    q, k ``[B,Sq,Hq,K]``, v ``[B,Sq,Hv,V]``: float16, bfloat16 or float32, alike; any strides.
+    ``Sq`` is 1 to 16. ``Hv`` is a multiple of ``Hq``: value head ``h`` uses head ``h // (Hv/Hq)``
+    of q and k. ``K`` and ``V`` are at most 256. g, beta (or a, b) ``[B,Sq,Hv]``: the log of the
+    forget gate, and the writing strength after its sigmoid, each float32 or of v's dtype. A_log,
+    dt_bias ``[Hv]``: float32, bfloat16 or float16.
     state ``[B,Hv,K,V]``, or a pool ``[P,Hv,K,V]`` with indices: float32, bfloat16 or float16, any
     strides that do not overlap. Memory that is V-first (``[..,V,K]`` contiguous) is what the kernel
     is made for.
@@ -40,7 +40,8 @@ Errors
     TierNotEligibleError, ColdCaptureError: see :mod:`torch_attn_tiers.errors`.
 
 Rows run in any order, beside each other. If two rows write one place of the pool, or one reads a
-place that another one writes, what comes out is undefined; ``ATTN_TIERS_CHECK=1`` makes it an error.
+place that another one writes, what comes out is undefined; ``ATTN_TIERS_CHECK=1`` makes it an
+error.
 
 Example:
     >>> import torch, torch_attn_tiers
@@ -424,7 +425,8 @@ def _decode_raw(
 
 def _tensors(op: str, args: tuple[Any, ...]) -> Tensors:
     """The positional arguments of a form by name."""
-    return Tensors(*args) if op == RAW else Tensors(*args[:5], None, None, *args[5:])
+    q, k, v, g, beta, *rest = args
+    return Tensors(q, k, v, g, beta, *(rest if op == RAW else (None, None, *rest)))
 
 
 def _fake(op: str, *args: Any, **scalars: Any) -> Any:
@@ -438,9 +440,7 @@ def _fake(op: str, *args: Any, **scalars: Any) -> Any:
     return out, _v_first(_new_state(_v_first(tensors.state, v_first)), v_first)
 
 
-def _problem_of(
-    op: str, *args: Any, facts: DeviceFacts | None, **scalars: Any
-) -> GdnDecodeProblem:
+def _problem_of(op: str, *args: Any, facts: DeviceFacts | None, **scalars: Any) -> GdnDecodeProblem:
     """:func:`_problem` for ``explain`` and ``prepare``, from the operator's own arguments."""
     forbid_grad(op, *args)
     return _problem(op, _tensors(op, args), Scalars(**scalars), facts)

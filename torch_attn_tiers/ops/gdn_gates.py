@@ -1,8 +1,8 @@
 """``attn_tiers::gdn_gates``: the gates of the gated delta net, from what a model projects.
 
-``g = -exp(A_log) softplus(a + dt_bias)``, the log of the forget gate, and ``beta = sigmoid(b)``, the
-writing strength, in one launch. ``gdn_decode_.raw`` takes ``a, b, A_log, dt_bias`` and needs no such
-call before it.
+``g = -exp(A_log) softplus(a + dt_bias)``, the log of the forget gate, and ``beta = sigmoid(b)``,
+the writing strength, in one launch. ``gdn_decode_.raw`` takes ``a, b, A_log, dt_bias`` and needs no
+such call before it.
 
 Tensors (positional)
     a, b ``[..,Hv]``, of one shape, as ``[1,T,Hv]``; A_log, dt_bias ``[Hv]``: each float16, bfloat16

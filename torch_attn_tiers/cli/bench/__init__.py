@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_attn_tiers.cli.bench import decode, gdn
+from torch_attn_tiers.cli.bench import decode, gdn, gdn_decode
 
 
 def add_parser(commands: Any) -> None:
@@ -12,3 +12,4 @@ def add_parser(commands: Any) -> None:
     what = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     decode.add_parser(what)
     gdn.add_parser(what)
+    gdn_decode.add_parser(what)

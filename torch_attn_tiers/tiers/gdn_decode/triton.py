@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from torch_attn_tiers.problem import GdnDecodeProblem
 from torch_attn_tiers.tier import Plan, Tier
 from torch_attn_tiers.tiers.triton_runs import PREDICATES, runs
 
 if TYPE_CHECKING:
     from csrc_free_ops.gdn.decode import GdnDecodePlan
+
+
+def _dtype(problem: GdnDecodeProblem) -> str | None:
+    if problem.device.interpret and torch.bfloat16 in (problem.q.dtype, problem.state.dtype):
+        return "Triton's interpreter rounds to bfloat16 towards zero"
+    return None
 
 
 def _kernel_limits(problem: GdnDecodeProblem) -> str | None:
@@ -59,7 +67,7 @@ def _build(problem: GdnDecodeProblem) -> Plan:
 TIER = Tier(
     op="gdn_decode",
     name="triton",
-    predicates=(*PREDICATES, _kernel_limits),
+    predicates=(*PREDICATES, _dtype, _kernel_limits),
     build=_build,
     ready=_ready,
 )
