@@ -28,15 +28,11 @@ class RecurrentConfig(NamedTuple):
 
 
 def default_config(q: TensorFacts, state: TensorFacts) -> RecurrentConfig:
-    """A tile of states ``[P,Hv,V,K]`` for tokens ``[B,Sq,Hq,K]``. Not tuned yet.
-
-    Fewer elements of k than threads: the compiler then loads k the way that S is laid out, and
-    does not bring S into the layout of k.
-    """
+    """A tile of states ``[P,Hv,V,K]`` for tokens ``[B,Sq,Hq,K]``. Not tuned yet."""
     Sq, K, V = q.shape[1], q.shape[3], state.shape[2]
-    num_warps = max(4, 2 * _pow2(K) // 32)
+    num_warps = 4 if K <= 128 else 8
     if state.stride[3] != 1 and state.stride[2] == 1:  # K-first memory: threads run along V
-        return RecurrentConfig(min(_pow2(V), 64), 4, num_warps)
+        return RecurrentConfig(min(_pow2(V), 64), 2, num_warps)
     return RecurrentConfig(min(_pow2(V), 32), 8, num_warps, 1 if Sq == 1 else 2)
 
 

@@ -10,10 +10,10 @@ so that both sums over S are taken in one pass. A program is one row, one value 
 S: these do not depend on each other. S is read once and written once (or once after each token),
 and its bytes are the bound: 4.27 TB/s both ways together on an H200.
 
-A tile of S is ``[KO, BV, KI]``, column ``k = ko * KI + ki``. The compiler hands out threads from
-the last dimension on: KI is what few threads load with 16 bytes each, next to them lie other rows
-of S, and KO is left to the registers of one thread. A sum over ``[BV, K]`` would need five rounds
-of shuffles for every row; here it is additions, and three rounds for all the rows of a warp.
+S is kept as KO tiles ``[BV, KI]`` of columns ``ko * KI`` on. The compiler hands out threads along
+KI first, 16 bytes each, then along rows: with KI as wide as a few threads, a sum over K is
+additions of tiles within each thread and few shuffles for all the rows of a warp together. A tile
+of all K columns would need five rounds of shuffles for each row.
 """
 
 import triton
@@ -34,30 +34,95 @@ def _prefetch(begin, BYTES: tl.constexpr):
 
 
 @triton.jit
-def _load_row(x, kd, stride_d, K: tl.constexpr, EVEN_K: tl.constexpr):
-    """A row ``[KO, 1, KI]`` of q or k, in its dtype, zero past K."""
-    if EVEN_K:
-        return tl.load(x + kd * stride_d)
-    return tl.load(x + kd * stride_d, mask=kd < K, other=0.0)
+def _load_row(x, kd, stride_d, K: tl.constexpr, KO: tl.constexpr, KI: tl.constexpr):
+    """A row of q or k as KO tiles ``[1, KI]``, in its dtype, zero past K."""
+    tiles = ()
+    for i in tl.static_range(KO):
+        at = x + (kd + i * KI) * stride_d
+        if (i + 1) * KI <= K:
+            tiles = tiles + (tl.load(at),)
+        else:
+            tiles = tiles + (tl.load(at, mask=kd + i * KI < K, other=0.0),)
+    return tiles
 
 
 @triton.jit
-def _total(x):
-    """The sum of all of ``[KO, 1, KI]``."""
-    return tl.sum(x)
+def _normalised(tiles, L2NORM: tl.constexpr, KO: tl.constexpr):
+    """``x / sqrt(sum(x^2) + 1e-6)`` of a row, rounded to its dtype; all in float32."""
+    factor = 1.0
+    if L2NORM:
+        squares = _product(tiles, tiles, KO)
+        factor = 1.0 / tl.sqrt(tl.sum(squares) + 1e-6)
+    row = ()
+    for i in tl.static_range(KO):
+        if L2NORM:
+            row = row + ((tiles[i].to(tl.float32) * factor).to(tiles[i].dtype).to(tl.float32),)
+        else:
+            row = row + (tiles[i].to(tl.float32),)
+    return row
 
 
 @triton.jit
-def _over_k(x):
-    """The sums ``[BV]`` over K of ``[KO, BV, KI]``."""
-    return tl.sum(tl.sum(x, 0), 1)
+def _product(x, y, KO: tl.constexpr):
+    """The products of two tuples of tiles, added up over the tiles."""
+    total = x[0].to(tl.float32) * y[0].to(tl.float32)
+    for i in tl.static_range(1, KO):
+        total += x[i].to(tl.float32) * y[i].to(tl.float32)
+    return total
 
 
 @triton.jit
-def _normalised(x):
-    """``x / sqrt(sum(x^2) + 1e-6)``, rounded to the dtype of x."""
-    wide = x.to(tl.float32)
-    return (wide * (1.0 / tl.sqrt(_total(wide * wide) + 1e-6))).to(x.dtype)
+def _updated(S, decay, d, k, KO: tl.constexpr):
+    """``decay S + d k^T``."""
+    tiles = ()
+    for i in tl.static_range(KO):
+        tiles = tiles + (decay * S[i] + d[:, None] * k[i],)
+    return tiles
+
+
+@triton.jit
+def _load_state(
+    at, inside, vd, kd, K: tl.constexpr, V: tl.constexpr, STRIDE_K: tl.constexpr, KO: tl.constexpr,
+    KI: tl.constexpr, MASKED: tl.constexpr, EVEN_V: tl.constexpr, POLICY: tl.constexpr,
+):  # fmt: skip
+    """The tiles of S in float32, zero where it does not reach, and everywhere if not inside."""
+    tiles = ()
+    for i in tl.static_range(KO):
+        here = at + (kd + i * KI) * STRIDE_K
+        mask = _mask(inside, vd, kd + i * KI, K, V, EVEN_V and (i + 1) * KI <= K)
+        if MASKED or not EVEN_V or (i + 1) * KI > K:
+            tile = tl.load(here, mask=mask, other=0.0, eviction_policy=POLICY)
+        else:
+            tile = tl.load(here, eviction_policy=POLICY)
+        tiles = tiles + (tile.to(tl.float32),)
+    return tiles
+
+
+@triton.jit
+def _store_state(
+    at, S, inside, vd, kd, K: tl.constexpr, V: tl.constexpr, STRIDE_K: tl.constexpr,
+    KO: tl.constexpr, KI: tl.constexpr, MASKED: tl.constexpr, EVEN_V: tl.constexpr,
+    POLICY: tl.constexpr,
+):  # fmt: skip
+    """Writes the tiles of S, rounded to the dtype of memory, if inside."""
+    for i in tl.static_range(KO):
+        here = at + (kd + i * KI) * STRIDE_K
+        tile = S[i].to(at.dtype.element_ty)
+        mask = _mask(inside, vd, kd + i * KI, K, V, EVEN_V and (i + 1) * KI <= K)
+        if MASKED or not EVEN_V or (i + 1) * KI > K:
+            tl.store(here, tile, mask=mask, eviction_policy=POLICY)
+        else:
+            tl.store(here, tile, eviction_policy=POLICY)
+
+
+@triton.jit
+def _mask(inside, vd, kd, K: tl.constexpr, V: tl.constexpr, EVEN: tl.constexpr):
+    """Where a tile lies within S, if inside at all."""
+    if EVEN:
+        mask = tl.full([1, 1], 1, tl.int1) & inside
+    else:
+        mask = (vd < V)[:, None] & (kd < K) & inside
+    return mask
 
 
 @triton.jit
@@ -95,8 +160,7 @@ def recurrent_kernel(
 ):  # fmt: skip
     """Writes ``out`` and ``new_state``. Grid: ``B * HV * ceil(V / BV)`` programs."""
     V_TILES: tl.constexpr = (V + BV - 1) // BV
-    EVEN_K: tl.constexpr = KO * KI == K
-    EVEN: tl.constexpr = EVEN_K and V % BV == 0
+    EVEN_V: tl.constexpr = V % BV == 0
 
     # All offsets have 64 bits.
     program = tl.program_id(0)
@@ -105,8 +169,7 @@ def recurrent_kernel(
     q_head = head // GROUP
     first_v = (program % V_TILES * BV).to(tl.int64)
     vd = first_v + tl.arange(0, BV)
-    kd = (tl.arange(0, KO) * KI)[:, None, None] + tl.arange(0, KI)[None, None, :]
-    kd = kd.to(tl.int64)
+    kd = tl.arange(0, KI).to(tl.int64)[None, :]
     state += head * s_stride_h
     if PREFETCH:
         # Before gdc_wait, as it is no access. Without indices the address is known.
@@ -118,27 +181,24 @@ def recurrent_kernel(
         tl_cuda.gdc_launch_dependents()
 
     # ---- The state first: everything else is there before it.
-    inside = tl.full([1, 1, 1], 1, tl.int1)
-    if not EVEN:
-        inside = (vd < V)[None, :, None] & (kd < K)
     slot = row
+    reads = True
+    writes = True
+    target = row
     if HAS_INDICES:
         slot, reads = _slot(read_indices + row * read_stride, rows)
-        inside_read = inside & reads
+        write_indices += row * write_stride_b
+        if not WRITE_EACH:
+            target, writes = _slot(write_indices, rows)
         s = tl.arange(0, BLOCK_S)
         wanted = s < (SQ if WRITE_EACH else 1)
-        write_indices += row * write_stride_b
         targets = tl.load(write_indices + s * write_stride_s, mask=wanted, other=-1)
-        writes = ((targets >= 0) & (targets < rows)).to(tl.int32)
-        idle = tl.max(writes, 0) + reads.to(tl.int32) == 0
-    at = state + slot * s_stride_n + vd[None, :, None] * S_V + kd * S_K
-    if HAS_INDICES:
-        S = tl.load(at, mask=inside_read, other=0.0, eviction_policy=LOAD_POLICY)
-    elif EVEN:
-        S = tl.load(at, eviction_policy=LOAD_POLICY)
-    else:
-        S = tl.load(at, mask=inside, other=0.0, eviction_policy=LOAD_POLICY)
-    S = S.to(tl.float32)
+        known = ((targets >= 0) & (targets < rows)).to(tl.int32)
+        idle = tl.max(known, 0) + reads.to(tl.int32) == 0
+    S = _load_state(
+        state + slot * s_stride_n + vd[:, None] * S_V, reads, vd, kd, K, V, S_K, KO, KI,
+        HAS_INDICES, EVEN_V, LOAD_POLICY,
+    )  # fmt: skip
 
     q += row * q_stride_b + q_head * q_stride_h
     k += row * k_stride_b + q_head * k_stride_h
@@ -146,11 +206,11 @@ def recurrent_kernel(
     g += row * g_stride_b + head * g_stride_h
     beta += row * beta_stride_b + head * beta_stride_h
     out += (row * SQ * HV + head) * V + vd
-    to = new_state + head * n_stride_h + vd[None, :, None] * N_V + kd * N_K
+    to = new_state + head * n_stride_h + vd[:, None] * N_V
 
     for _ in tl.range(0, SQ, loop_unroll_factor=UNROLL):
-        k_t = _load_row(k, kd, k_stride_d, K, EVEN_K)
-        q_t = _load_row(q, kd, q_stride_d, K, EVEN_K)
+        k_raw = _load_row(k, kd, k_stride_d, K, KO, KI)
+        q_raw = _load_row(q, kd, q_stride_d, K, KO, KI)
         v_t = tl.load(v + vd * v_stride_d, mask=vd < V, other=0.0).to(tl.float32)
         g_t = tl.load(g).to(tl.float32)
         beta_t = tl.load(beta).to(tl.float32)
@@ -158,26 +218,24 @@ def recurrent_kernel(
             A_head = tl.load(A_log + head * A_stride).to(tl.float32)
             g_t = forget_gate(g_t, A_head, tl.load(dt_bias + head * dt_stride).to(tl.float32))
             beta_t = writing_strength(beta_t)
-        if L2NORM:
-            k_t = _normalised(k_t)
-            q_t = _normalised(q_t)
-        k_t = k_t.to(tl.float32)
-        q_t = q_t.to(tl.float32)
+        k_t = _normalised(k_raw, L2NORM, KO)
+        q_t = _normalised(q_raw, L2NORM, KO)
 
         decay = tl.exp(g_t)
-        d = beta_t * (v_t - decay * _over_k(S * k_t))
-        o = scale * (decay * _over_k(S * q_t) + _total(k_t * q_t) * d)
-        S = decay * S + d[None, :, None] * k_t
+        d = beta_t * (v_t - decay * tl.sum(_product(S, k_t, KO), 1))
+        kq = tl.sum(_product(k_t, q_t, KO))
+        o = scale * (decay * tl.sum(_product(S, q_t, KO), 1) + kq * d)
+        S = _updated(S, decay, d, k_t, KO)
 
         if HAS_INDICES:
             o = tl.where(idle, 0.0, o)
         tl.store(out, o.to(out.dtype.element_ty), mask=vd < V)
         if WRITE_EACH:
-            target, known = _slot(write_indices, rows)
-            made = S.to(new_state.dtype.element_ty)
-            tl.store(
-                to + target * n_stride_n, made, mask=inside & known, eviction_policy=STORE_POLICY
-            )
+            each, written = _slot(write_indices, rows)
+            _store_state(
+                to + each * n_stride_n, S, written, vd, kd, K, V, N_K, KO, KI, True, EVEN_V,
+                STORE_POLICY,
+            )  # fmt: skip
             write_indices += write_stride_s
         q += q_stride_s
         k += k_stride_s
@@ -187,12 +245,7 @@ def recurrent_kernel(
         out += HV * V
 
     if not WRITE_EACH:
-        made = S.to(new_state.dtype.element_ty)
-        if HAS_INDICES:
-            target, known = _slot(write_indices, rows)
-            to += target * n_stride_n
-            tl.store(to, made, mask=inside & known, eviction_policy=STORE_POLICY)
-        elif EVEN:
-            tl.store(to + row * n_stride_n, made, eviction_policy=STORE_POLICY)
-        else:
-            tl.store(to + row * n_stride_n, made, mask=inside, eviction_policy=STORE_POLICY)
+        _store_state(
+            to + target * n_stride_n, S, writes, vd, kd, K, V, N_K, KO, KI, HAS_INDICES, EVEN_V,
+            STORE_POLICY,
+        )  # fmt: skip
