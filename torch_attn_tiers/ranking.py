@@ -60,6 +60,17 @@ class ProblemClass(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind_in_words()} {self.sizes_in_words()}"
 
+    @classmethod
+    def parse(cls, op: str, words: str) -> ProblemClass:
+        """The class that ``words`` are the ``str`` of.
+
+        Raises:
+            KeyError, ValueError: they are of none.
+        """
+        scheme = _SCHEMES[op]
+        sizes = [_octave(int(size)) for size in _from_words(scheme.sizes, words)]
+        return cls(op, _from_words(scheme.fields, words), tuple(sizes))
+
     def kind_in_words(self) -> str:
         """As ``"query=bfloat16 cache=bfloat16 G=4 D=128 Dv=128 window=no Sq=1"``."""
         return _in_words(_SCHEMES[self.op].fields, self.kind)
@@ -152,7 +163,9 @@ def section(
 ) -> dict[str, Any]:
     """An operator's part of a table: ``about`` it ("versions" at least), then every order."""
     kinds: dict[str, dict[str, str]] = {}
-    for one, names in orders.items():
+    for one, names in sorted(
+        orders.items(), key=lambda item: (item[0].kind_in_words(), item[0].sizes)
+    ):
         kinds.setdefault(one.kind_in_words(), {})[one.sizes_in_words()] = " ".join(names)
     return {**about, "orders": kinds}
 
@@ -207,19 +220,18 @@ class _Table:
 
     def __init__(self, path: pathlib.Path, op: str, written: Mapping[str, Any]) -> None:
         self.path = path
-        self._scheme = scheme = _SCHEMES[op]
-        self._steps = _steps(len(scheme.sizes))
+        self._scheme = _SCHEMES[op]
+        self._steps = _steps(len(self._scheme.sizes))
         #: Names of tiers, and the class that was measured.
         self._measured: dict[tuple[Any, Any], tuple[list[str], ProblemClass]] = {}
-        for kind_words, orders in written["orders"].items():
-            kind = _from_words(scheme.fields, kind_words)
-            for sizes_words, names in orders.items():
-                sizes = tuple(_octave(int(n)) for n in _from_words(scheme.sizes, sizes_words))
-                self._measured[kind, sizes] = names.split(), ProblemClass(op, kind, sizes)
+        for kind, orders in written["orders"].items():
+            for sizes, names in orders.items():
+                one = ProblemClass.parse(op, f"{kind} {sizes}")
+                self._measured[one.kind, one.sizes] = names.split(), one
         # Both have 16 bits and one rate, so that only one of them need be measured.
-        for (kind, sizes), entry in list(self._measured.items()):
-            twin = tuple("float16" if value == "bfloat16" else value for value in kind)
-            self._measured.setdefault((twin, sizes), entry)
+        for names, one in list(self._measured.values()):
+            twin = tuple("float16" if value == "bfloat16" else value for value in one.kind)
+            self._measured.setdefault((twin, one.sizes), (names, one))
         self._orders: dict[ProblemClass, tuple[tuple[Tier, ...], Order]] = {}
 
     def order(self, wanted: ProblemClass, cascade: tuple[Tier, ...]) -> Order:

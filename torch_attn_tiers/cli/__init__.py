@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from torch_attn_tiers.cli import bench, doctor, explain
+from torch_attn_tiers.cli import bench, doctor, explain, tune
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="What can run here, what would run and why, and how fast it is.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (doctor, explain, bench):
+    for module in (doctor, explain, bench, tune):
         module.add_parser(commands)
     args = parser.parse_args(argv)
     return args.run(args)

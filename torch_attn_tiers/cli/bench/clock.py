@@ -12,7 +12,7 @@ import torch
 
 Call = Callable[[], torch.Tensor]
 
-_CALLS_PER_GRAPH = 40
+CALLS_PER_GRAPH = 40
 _WINDOW_US = 2000.0  # a timed window is at least this long: graph launches then weigh little
 _MOST_REPLAYS = 50
 
@@ -31,6 +31,10 @@ class Recording(ABC):
     def measure(self) -> float:
         """Microseconds a call, over one warm window."""
 
+    def settle(self) -> None:
+        """Warms up anew: inputs have changed, and with them the time of a call."""
+        self.run()
+
 
 class Clock(ABC):
     """Times calls on one device."""
@@ -47,8 +51,9 @@ class Clock(ABC):
         self,
         calls: Sequence[Call],
         context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        calls_per_graph: int = CALLS_PER_GRAPH,
     ) -> Recording:
-        """Warms the calls up and records them, several rounds if they are few."""
+        """Warms the calls up and records them, several rounds if they are fewer than wanted."""
 
     @abstractmethod
     def host_us(
@@ -69,8 +74,11 @@ class _GraphRecording(Recording):
         self.calls = calls
         self.output = output
         self._graph = graph
-        self.run()
-        once = self._window(1) * calls
+        self.settle()
+
+    def settle(self) -> None:
+        super().settle()
+        once = self._window(1) * self.calls
         self._replays = min(_MOST_REPLAYS, max(1, round(_WINDOW_US / once)))
 
     def run(self) -> None:
@@ -119,6 +127,7 @@ class GraphClock(Clock):
         self,
         calls: Sequence[Call],
         context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        calls_per_graph: int = CALLS_PER_GRAPH,
     ) -> Recording:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -127,7 +136,7 @@ class GraphClock(Clock):
                 call()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        rounds = max(1, round(_CALLS_PER_GRAPH / len(calls)))
+        rounds = max(1, round(calls_per_graph / len(calls)))
         graph = torch.cuda.CUDAGraph()
         with context(), torch.cuda.graph(graph):
             for _ in range(rounds):
@@ -188,6 +197,7 @@ class WallClock(Clock):
         self,
         calls: Sequence[Call],
         context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        calls_per_graph: int = CALLS_PER_GRAPH,
     ) -> Recording:
         return _WallRecording(calls, context)
 

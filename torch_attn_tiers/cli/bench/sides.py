@@ -46,11 +46,13 @@ def our_side(inputs: Inputs, tier: str, layout: str) -> Side:
         key = [k.transpose(1, 2) for k in inputs.key_nhd]
         value = [v.transpose(1, 2) for v in inputs.value_nhd]
     decode = torch.ops.attn_tiers.decode.default
-    forced = {} if tier == "auto" else {"tier": tier}
+    forced: dict[str, Any] = {} if tier == "auto" else {"tier": tier}
 
     def call(i: int) -> torch.Tensor:
         return decode(inputs.query[i], key[i], value[i], inputs.lengths, **forced)
 
+    tensors = (inputs.query[0], key[0], value[0], inputs.lengths)
+    torch_attn_tiers.prepare("decode", *tensors, **forced)  # tiers of a slow build wait for it
     with torch_attn_tiers.record_dispatch() as records:
         call(0)
     return Side(

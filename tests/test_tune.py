@@ -1,0 +1,542 @@
+"""`tune` without a GPU: grid, inputs, order, files, over invented tiers and times."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import torch_attn_tiers
+from csrc_free_ops.facts import DeviceFacts
+from tests.test_dispatch import Invented
+from torch_attn_tiers import dispatch, explain, ranking, register_tier
+from torch_attn_tiers.cli import environment, main
+from torch_attn_tiers.cli.bench.cases import CASES, relative_error
+from torch_attn_tiers.cli.bench.clock import CALLS_PER_GRAPH, Call, Clock, Recording, WallClock
+from torch_attn_tiers.cli.tune import building, session
+from torch_attn_tiers.cli.tune.building import Build
+from torch_attn_tiers.cli.tune.decode import DecodePoint, grid
+from torch_attn_tiers.cli.tune.order import fastest_first, worst_ratios
+from torch_attn_tiers.cli.tune.points import Memory
+from torch_attn_tiers.cli.tune.session import Session
+from torch_attn_tiers.tier import tiers_of
+
+pytest.importorskip("triton")
+
+CPU = torch.device("cpu")
+H200 = DeviceFacts.of("sm_90")._replace(name="NVIDIA H200")
+#: Times of a tier at full, uniform and short lengths.
+Times = dict[str, tuple[float, float, float]]
+
+#: Of a dtype that no kernel of ours takes, by the interpreter neither.
+POINTS = [
+    DecodePoint(1, 7, 2, 16, 16, dtype=torch.float64),
+    DecodePoint(3, 7, 2, 16, 16, dtype=torch.float64),
+    DecodePoint(1, 8, 1, 16, 8, dtype=torch.float64),
+]
+
+
+# --------------------------------------------------------------------------------------- the grid
+
+
+def _class(point: DecodePoint) -> ranking.ProblemClass:
+    tensors, scalars = point.call()
+    return ranking.class_of(explain("decode", *tensors, device=H200, **scalars).problem)
+
+
+def test_grid_contains_none_of_the_benchs_rows() -> None:
+    rows = {(c.batch, c.q_heads, c.kv_heads, c.head_dim, c.capacity) for c in CASES.values()}
+    assert not rows & {(p.B, p.Hkv * p.G, p.Hkv, p.D, p.T) for p in grid()}
+    by_bytes = {(c.group, c.head_dim, c.batch * c.kv_heads, c.capacity) for c in CASES.values()}
+    assert not by_bytes & {(p.G, p.D, p.B * p.Hkv, p.T) for p in grid()}
+
+
+def test_grid_has_each_class_once_and_no_point_outside_its_class() -> None:
+    points = grid()
+    classes = [_class(point) for point in points]
+    assert len(set(classes)) == len(points)
+    for point, found in zip(points, classes):
+        assert found.sizes == (point.rows, point.octave)
+        assert found == ranking.ProblemClass.parse("decode", str(found))
+
+
+def test_grid_has_a_class_near_every_row_of_the_bench(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = ranking.section({_class(p): ["flash"] for p in grid()}, {"versions": {}})
+    table = ranking._Table(tmp_path / "nvidia_h200.json", "decode", part)
+    for case in CASES.values():
+        shapes = [(case.q_heads, 1), *((case.kv_heads, case.capacity),) * 2]
+        tensors = [
+            torch.empty(case.batch, *shape, case.head_dim, dtype=torch.bfloat16, device="meta")
+            for shape in shapes
+        ]
+        problem = explain("decode", *tensors, device=H200).problem
+        assert table.order(ranking.class_of(problem), ()).source.startswith("measured"), case.name
+
+
+def test_grid_has_kinds_for_every_group_head_size_and_windows() -> None:
+    kinds = {(p.G, p.D, p.Dv, p.window >= 0) for p in grid()}
+    for G, D in itertools.product((1, 2, 4, 8, 16), (64, 128, 256)):
+        assert (G, D, D, False) in kinds
+    assert (1, 192, 128, False) in kinds
+    assert any(has_window for *_, has_window in kinds)
+
+
+def test_grid_begins_with_coarse_steps_in_the_common_kinds() -> None:
+    first = list(dict.fromkeys((p.G, p.D) for p in grid()))[:6]
+    assert first == [(4, 128), (8, 128), (1, 128), (8, 64), (8, 256), (2, 256)]
+
+
+def test_points_take_no_more_memory_than_two_sets_of_two_gib() -> None:
+    assert max(point.cache_bytes for point in grid()) <= 1 << 31
+
+
+def test_capacities_are_multiples_of_128_near_a_power_of_two_but_not_on_it() -> None:
+    capacities = {point.octave: point.T for point in grid()}
+    assert capacities[7] == 128 and capacities[8] == 256
+    for octave, T in capacities.items():
+        assert T % 128 == 0 and ranking._octave(T) == octave
+        assert octave < 9 or T & (T - 1)
+
+
+def test_lengths_are_full_evenly_spread_and_short() -> None:
+    point = DecodePoint(7, 12, 4, 128, 128)
+    T = point.T
+    assert point.lengths("full") == [T] * 16 and point.lengths("short") == [T // 32] * 16
+    spread = point.lengths("uniform")
+    assert spread == point.lengths("uniform") and spread != sorted(spread)
+    assert T // 16 <= min(spread) < T // 8 and T - T // 16 < max(spread) <= T
+    steps = [b - a for a, b in itertools.pairwise(sorted(spread))]
+    assert max(steps) - min(steps) <= 1
+    assert DecodePoint(1, 12, 4, 128, 128).lengths("uniform") == [T // 16 + (T - T // 16) // 2]
+
+
+# ------------------------------------------------------------------------------------------ inputs
+
+
+def test_memory_is_cut_into_aligned_pieces_and_filled_once() -> None:
+    memory = Memory(CPU)
+    a, b = memory.cut(torch.float16, [(3, 5), (7,)])
+    assert a.shape == (3, 5) and a.is_contiguous() and b.data_ptr() % 64 == 0
+    assert a.data_ptr() + a.numel() * 2 <= b.data_ptr()
+    again, _ = memory.cut(torch.float16, [(3, 5), (7,)])
+    assert again.data_ptr() == a.data_ptr()
+    (large,) = memory.cut(torch.float16, [(4096, 8)])
+    assert 0.9 < large.float().std() < 1.1
+
+
+def test_inputs_rotate_over_caches_that_leave_the_l2_at_short_lengths() -> None:
+    memory = Memory(CPU)
+    point = DecodePoint(3, 10, 4, 64, 64)
+    caches = point.cache_bytes
+    assert caches > 1 << 20
+    inputs = point.inputs(memory, l2_bytes=caches // 32)
+    assert inputs.sets == 5 and len(inputs.calls("flash")) == 5
+    assert point.inputs(memory, l2_bytes=1 << 40).sets == 64
+    assert DecodePoint(1, 7, 4, 64, 64).inputs(memory, l2_bytes=1 << 40).sets == 8
+
+
+def test_sets_are_as_many_as_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = DecodePoint(3, 10, 4, 64, 64)
+    monkeypatch.setattr(Memory, "limit", 3 * point.cache_bytes)
+    assert point.inputs(Memory(CPU), l2_bytes=1 << 40).sets == 3
+    monkeypatch.setattr(Memory, "limit", point.cache_bytes // 2)
+    assert point.inputs(Memory(CPU), l2_bytes=1 << 40).sets == 1
+
+
+def test_calls_force_the_tier_over_each_set_and_see_lengths_that_change() -> None:
+    point = DecodePoint(4, 7, 2, 16, 8, window=20, dtype=torch.float32)
+    inputs = point.inputs(Memory(CPU), 1)
+    calls = inputs.calls("unfused")
+    results = []
+    for name in point.LENGTHS:
+        inputs.set_lengths(name)
+        with torch_attn_tiers.record_dispatch() as records:
+            out = calls[-1]()
+        assert records[0].tier == "unfused" and records[0].problem.left_window == 20
+        assert relative_error(out, inputs.reference()) < 1e-6
+        results.append(out)
+    assert not torch.equal(results[0], results[1])
+    assert not torch.equal(calls[0](), calls[1]())
+
+
+def test_graphs_hold_fewer_calls_where_they_are_long() -> None:
+    memory = Memory(CPU)
+    small = DecodePoint(1, 7, 4, 64, 64).inputs(memory, 1)
+    assert session._calls_per_graph(small) == CALLS_PER_GRAPH
+    small.moved_bytes = 1 << 29
+    assert session._calls_per_graph(small) == 15
+    small.moved_bytes = 1 << 31
+    assert session._calls_per_graph(small) == 4
+
+
+# --------------------------------------------------------------------------------------- the order
+
+
+def test_worst_ratio_decides() -> None:
+    times = {"steady": (12, 12, 12), "spiky": (10, 10, 20), "slow": (30, 30, 30)}
+    assert worst_ratios(times) == {"steady": 1.2, "spiky": 20 / 12, "slow": 3.0}
+    assert fastest_first(times) == ["steady", "spiky", "slow"]
+
+
+def test_second_is_the_best_of_those_without_the_first() -> None:
+    # Next to a, which is far ahead at short lengths, b looks better than c; without a it does not.
+    times = {"a": (10, 10, 1), "b": (14, 14, 5), "c": (10, 10, 6)}
+    assert [t for t, _ in sorted(worst_ratios(times).items(), key=lambda x: x[1])] == list("abc")
+    assert fastest_first(times) == ["a", "c", "b"]
+
+
+def test_tie_goes_to_the_smaller_sum() -> None:
+    assert fastest_first({"a": (10, 20, 10), "b": (20, 10, 9)}) == ["b", "a"]
+    assert fastest_first({}) == []
+
+
+# ------------------------------------------------------------------------------------------- a run
+
+
+class Script(Clock):
+    """Runs the calls, and reports the times of the tier that they force."""
+
+    name = "script"
+    l2_bytes = 0
+
+    def __init__(self, times: Callable[[str], Any]) -> None:
+        self.times = times
+        self.settled = 0
+
+    def copy_rate(self) -> float:
+        raise NotImplementedError
+
+    def host_us(self, call: Call, context: Any = contextlib.nullcontext) -> float:
+        raise NotImplementedError
+
+    def record(
+        self,
+        calls: Sequence[Call],
+        context: Any = contextlib.nullcontext,
+        calls_per_graph: int = CALLS_PER_GRAPH,
+    ) -> Recording:
+        return ScriptedRecording(self, calls)
+
+
+class ScriptedRecording(Recording):
+    def __init__(self, clock: Script, calls: Sequence[Call]) -> None:
+        self.clock, self._calls, self.calls = clock, calls, len(calls)
+        self.tier = calls[0].keywords["tier"]  # type: ignore[attr-defined]
+        self._at = -1
+        self.run()
+
+    def run(self) -> None:
+        out = self._calls[-1]()
+        if hasattr(self, "output"):
+            self.output.copy_(out)  # a graph writes where it wrote before
+        else:
+            self.output = out
+
+    def settle(self) -> None:
+        self._at += 1
+        self.clock.settled += 1
+
+    def measure(self) -> float:
+        return self.clock.times(self.tier)[self._at]
+
+
+class Right(Invented):
+    """A tier that computes what it should, times a factor."""
+
+    factor = 1.0
+
+    def _build(self, problem: Any) -> Any:
+        super()._build(problem)
+        (unfused,) = [t for t in tiers_of("decode") if t.name == "unfused"]
+        plan = unfused.build(problem)
+        return lambda *tensors: plan(*tensors) * self.factor
+
+
+@pytest.fixture
+def tiers() -> Iterator[dict[str, Right]]:
+    invented = {name: Right(name) for name in "abc"}
+    handles = [register_tier(one.tier, before="flash") for one in invented.values()]
+    yield invented
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    """Tables are written and read here."""
+    monkeypatch.setattr(ranking, "FOLDER", tmp_path)
+    monkeypatch.setattr(environment, "commit", lambda: "abc123")
+    ranking.forget()
+    yield tmp_path
+    monkeypatch.undo()
+    ranking.forget()
+    dispatch._plans.forget_decisions()
+
+
+TIMES: Times = {"a": (12.0, 12.0, 12.0), "b": (10.0, 10.0, 20.0), "c": (30.0, 30.0, 30.0)}
+
+
+def _session(folder: pathlib.Path, clock: Clock | None = None, **options: Any) -> Session:
+    return Session(
+        "decode",
+        CPU,
+        clock or Script(TIMES.__getitem__),
+        folder / "result.json",
+        folder / "cpu.json",
+        **options,
+    )
+
+
+def test_run_writes_repeats_and_the_table_that_calls_then_follow(
+    folder: pathlib.Path, tiers: dict[str, Right]
+) -> None:
+    clock = Script(TIMES.__getitem__)
+    result = _session(folder, clock, repeats=2).run(POINTS)
+    assert result == json.loads((folder / "result.json").read_text())
+    assert result["complete"] and result["commit"] == "abc123" and result["op"] == "decode"
+    assert result["table_versions"] == ranking.versions("decode") and "python" in result["versions"]
+    row = result["rows"][0]
+    assert row["class"] == (
+        "query=float64 cache=float64 G=2 D=64 Dv=64 window=no Sq=1 rows=2 T=128"
+    )
+    assert row["order"] == ["a", "b", "c"]
+    assert row["tiers"][1] == {
+        "tier": "b",
+        "us": {"full": [10.0, 10.0], "uniform": [10.0, 10.0], "short": [20.0, 20.0]},
+        "worst": 1.6667,
+    }
+    assert clock.settled == len(POINTS) * 3 * 3
+
+    table = json.loads((folder / "cpu.json").read_text())["ops"]["decode"]
+    assert table["versions"] == ranking.versions("decode") and table["commit"] == "abc123"
+    ranking.forget()
+    tensors, scalars = POINTS[0].call()
+    explanation = explain("decode", *tensors, device="cpu", **scalars)
+    assert explanation.order.startswith("measured, cpu.json: ")
+    assert [v.name for v in explanation.verdicts[:3]] == ["a", "b", "c"]
+
+
+def test_slow_first_of_the_cascade_is_no_longer_first(
+    folder: pathlib.Path, tiers: dict[str, Right]
+) -> None:
+    times = {"a": (30.0,) * 3, "b": (20.0,) * 3, "c": (10.0,) * 3}
+    _session(folder, Script(times.__getitem__)).run(POINTS[:1])
+    ranking.forget()
+    tensors, scalars = POINTS[0].call()
+    assert explain("decode", *tensors, device="cpu", **scalars).chosen == "c"
+
+
+def test_only_tiers_that_take_the_point_are_measured(
+    folder: pathlib.Path, tiers: dict[str, Right]
+) -> None:
+    tiers["b"].reason = "no"
+    (row,) = _session(folder).run(POINTS[:1])["rows"]
+    assert [tier["tier"] for tier in row["tiers"]] == ["a", "c"]
+    tiers["c"].reason = "no"
+    fresh = Session("decode", CPU, Script(TIMES.__getitem__), folder / "x", folder / "y")
+    assert fresh.run(POINTS[:1])["rows"] == []  # nothing to compare
+    assert not (folder / "x").exists() and not (folder / "y").exists()
+
+
+def test_wrong_tier_comes_last_and_is_a_failure(
+    folder: pathlib.Path, tiers: dict[str, Right]
+) -> None:
+    tiers["a"].factor = 1.02
+    one = _session(folder)
+    (row,) = one.run(POINTS[:1])["rows"]
+    assert row["order"] == ["b", "c", "a"]
+    (failure,) = one.failures()
+    assert failure.startswith("a on query=float64 ") and "relative error 0.02" in failure
+
+
+def test_tier_that_fails_comes_last_and_is_a_failure(
+    folder: pathlib.Path, tiers: dict[str, Right]
+) -> None:
+    tiers["a"].failure = RuntimeError("no such instruction")
+    one = _session(folder)
+    (row,) = one.run(POINTS[:1])["rows"]
+    assert row["order"] == ["b", "c", "a"] and "no such instruction" in one.failures()[0]
+
+
+def test_run_in_which_every_tier_fails_stops_and_keeps_what_there_was(
+    folder: pathlib.Path, tiers: dict[str, Right]
+) -> None:
+    one = _session(folder)
+    first = one.run(POINTS[:1])["rows"]
+    for tier in tiers.values():
+        tier.failure = RuntimeError("the device is lost")
+    with pytest.raises(RuntimeError, match="every tier failed: a on .*: the device is lost"):
+        _session(folder).run(POINTS)
+    assert json.loads((folder / "result.json").read_text())["rows"] == first
+
+
+def test_run_goes_on_where_an_earlier_one_stopped(
+    folder: pathlib.Path, tiers: dict[str, Right], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = _session(folder, budget_s=0.0).run(POINTS)
+    assert first["rows"] == [] and "out of time: 3 classes are left" in capsys.readouterr().err
+    _session(folder).run(POINTS[:2])
+    clock = Script(TIMES.__getitem__)
+    result = _session(folder, clock).run(POINTS)
+    assert len(result["rows"]) == 3 and clock.settled == 9
+    assert "1 classes to measure, 2 are in" in capsys.readouterr().err
+
+
+def test_budget_ends_within_a_kind(
+    folder: pathlib.Path, tiers: dict[str, Right], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(Session, "seconds", property(lambda self: next(seconds)))
+    result = _session(folder, budget_s=1).run(POINTS)
+    assert len(result["rows"]) == 1 and not result["complete"]
+    assert len(json.loads((folder / "cpu.json").read_text())["ops"]["decode"]["orders"]) == 1
+
+
+@pytest.mark.parametrize("changed", ["commit", "versions"])
+def test_result_of_another_commit_or_of_other_versions_is_measured_anew(
+    changed: str, folder: pathlib.Path, tiers: dict[str, Right], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    _session(folder).run(POINTS[:1])
+    monkeypatch.setattr(environment, changed, lambda: {"commit": "def456"}.get(changed, {}))
+    clock = Script(TIMES.__getitem__)
+    _session(folder, clock).run(POINTS[:1])
+    assert clock.settled == 9
+    assert f"is of another {changed}: measured anew" in capsys.readouterr().err
+
+
+def test_failures_are_measured_again(folder: pathlib.Path, tiers: dict[str, Right]) -> None:
+    tiers["a"].factor = 2.0
+    _session(folder).run(POINTS[:2])
+    tiers["a"].factor = 1.0
+    one = _session(folder)
+    assert len(one.run(POINTS[:2])["rows"]) == 2 and not one.failures()
+
+
+def test_table_keeps_the_orders_of_other_operators(
+    folder: pathlib.Path, tiers: dict[str, Right]
+) -> None:
+    other = {"versions": {}, "orders": {}}
+    (folder / "cpu.json").write_text(json.dumps({"device": "x", "ops": {"other": other}}))
+    _session(folder).run(POINTS[:1])
+    ops = json.loads((folder / "cpu.json").read_text())["ops"]
+    assert ops["other"] == other and ops["decode"]["orders"]
+
+
+def test_wall_clock_measures_too(folder: pathlib.Path, tiers: dict[str, Right]) -> None:
+    (row,) = _session(folder, WallClock(), repeats=1).run(POINTS[:1])["rows"]
+    assert all(us[0] > 0 for tier in row["tiers"] for us in tier["us"].values())
+    assert sorted(row["order"]) == ["a", "b", "c"]
+
+
+# -------------------------------------------------------------------------------------- building
+
+
+def test_builds_are_by_tier_and_kind_and_not_of_what_a_process_keeps(
+    tiers: dict[str, Right], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = _session(folder)._work(POINTS)
+    builds = session._builds(work, CPU)
+    assert [(build.tier, len(build.points)) for build in builds] == [
+        ("a", 2), ("b", 2), ("c", 2), ("a", 1), ("b", 1), ("c", 1)
+    ]  # fmt: skip
+
+    class InThisProcess(building.concurrent.futures.ThreadPoolExecutor):
+        def __init__(self, workers: int, mp_context: Any) -> None:
+            super().__init__(workers)
+
+    monkeypatch.setattr(building.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    builds.append(Build("cudnn", POINTS, CPU))
+    tiers["c"].failure = RuntimeError("no such instruction")
+    failures = building.compile_ahead(builds, workers=2)
+    assert [tier.builds for tier in tiers.values()] == [3, 3, 3]
+    assert len(failures) == 2 and all("no such instruction" in failure for failure in failures)
+
+
+def test_plans_are_made_before_anything_is_recorded(
+    tiers: dict[str, Right], folder: pathlib.Path
+) -> None:
+    built: list[list[int]] = []
+
+    class Watching(Script):
+        def record(self, calls: Sequence[Call], *args: Any, **kwargs: Any) -> Recording:
+            built.append([tier.builds for tier in tiers.values()])
+            return super().record(calls, *args, **kwargs)
+
+    _session(folder, Watching(TIMES.__getitem__)).run(POINTS[:2])
+    assert built == [[2, 2, 2]] * 6
+
+
+# -------------------------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--repeats", "0"], "--repeats 0: it must be at least 1"),
+        (["--budget-minutes", "0"], "--budget-minutes 0: it must be more than 0"),
+        (["--classes", "G=7"], "--classes 'G=7': no class has these words; one is 'query=bfloat16"),
+    ],
+)
+def test_command_refuses_what_it_cannot_do(options: list[str], words: str) -> None:
+    with pytest.raises(SystemExit, match=words):
+        main(["tune", "--device", "cpu", *options])
+
+
+def test_command_says_that_there_is_nothing_to_compare(
+    capsys: pytest.CaptureFixture[str], folder: pathlib.Path
+) -> None:
+    out = ["--out", str(folder / "out.json"), "--table", str(folder / "table.json")]
+    assert main(["tune", "--device", "cpu", "--classes", "rows=2 T=128 G=4 D=128", *out]) == 1
+    assert "nothing to compare" in capsys.readouterr().out
+    assert not list(folder.iterdir())
+
+
+def test_command_measures_the_classes_that_have_the_words(
+    capsys: pytest.CaptureFixture[str],
+    folder: pathlib.Path,
+    tiers: dict[str, Right],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch_attn_tiers.cli import tune
+
+    monkeypatch.setitem(tune.GRIDS, "decode", lambda: POINTS)
+    monkeypatch.setattr(tune, "clock_for", lambda device: Script(TIMES.__getitem__))
+    out = folder / "out.json"
+    command = ["tune", "--device", "cpu", "--classes", "G=1,rows=8 G=2", "--out", str(out)]
+    assert main(command) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["class"].split(" Sq=1 ")[1] for row in rows] == ["rows=8 T=128", "rows=2 T=256"]
+    assert (folder / "cpu.json").exists()  # where the package reads it
+    assert "2 classes in" in capsys.readouterr().out
+    tiers["a"].factor = 2.0
+    out.unlink()
+    assert main(command) == 1
+    assert "FAILED a on " in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------ what is committed
+
+RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*_tune_*.json")), ids=lambda p: p.stem)
+def test_committed_table_is_that_of_the_committed_result(
+    path: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    result = json.loads(path.read_text())
+    device = path.stem.partition("_tune_")[2]
+    committed = pathlib.Path(ranking.__file__).parent / "tables" / f"{device}.json"
+    for row in result["rows"]:
+        assert session.order_of_row(row) == row["order"], row["class"]
+    session.write_table(tmp_path / "table.json", result)
+    written = json.loads((tmp_path / "table.json").read_text())["ops"][result["op"]]
+    assert json.loads(committed.read_text())["ops"][result["op"]] == written

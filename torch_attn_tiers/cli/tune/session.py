@@ -1,0 +1,286 @@
+"""One tuning of one operator: what is measured, in which order, and the two files."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import torch_attn_tiers
+from csrc_free_ops.facts import device_facts
+from torch_attn_tiers import ranking
+from torch_attn_tiers.cli import environment
+from torch_attn_tiers.cli.bench.cases import relative_error
+from torch_attn_tiers.cli.bench.clock import CALLS_PER_GRAPH, Clock, Recording
+from torch_attn_tiers.cli.bench.running import free, in_words, say
+from torch_attn_tiers.cli.tune.building import Build, compile_ahead, plan_ahead
+from torch_attn_tiers.cli.tune.order import fastest_first, worst_ratios
+from torch_attn_tiers.cli.tune.points import Inputs, Memory, Point
+from torch_attn_tiers.ranking import ProblemClass
+
+#: Calls in a graph: fewer where they are long. 4 TB/s need only be right to a factor of a few.
+_GRAPH_US = 2000.0
+_FEWEST_CALLS = 4
+_BYTES_PER_US = 4e6
+
+#: What has to be equal for a file to be gone on with.
+_SAME = ("op", "device", "versions", "table_versions", "commit")
+
+
+class Work(NamedTuple):
+    """A point with its class and the tiers that can be compared on it."""
+
+    point: Point
+    problem_class: ProblemClass
+    tiers: tuple[str, ...]
+
+
+class Session:
+    """Measures points and writes what it has, batch by batch.
+
+    Args:
+        out: the file of all repeats; what it holds already is not measured again.
+        table: the table that the package reads, made of what ``out`` holds.
+        budget_s: seconds after which no further point is begun.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        device: torch.device,
+        clock: Clock,
+        out: pathlib.Path,
+        table: pathlib.Path,
+        *,
+        repeats: int = 3,
+        budget_s: float | None = None,
+    ) -> None:
+        self.op, self.device, self.clock = op, device, clock
+        self.out, self.table = out, table
+        self.repeats, self.budget_s = repeats, budget_s
+        self.memory = Memory(device)
+        self.workers = os.cpu_count() or 1
+        self._begin = time.perf_counter()
+        self.result: dict[str, Any] = {
+            "what": "tune",
+            "op": op,
+            "command": environment.command("python -m torch_attn_tiers", sys.argv[1:]),
+            "date": environment.now(),
+            "commit": environment.commit(),
+            "device": environment.device_report(device),
+            "versions": environment.versions(),
+            "table_versions": ranking.versions(op),
+            "clock": clock.name,
+            "repeats": repeats,
+            "complete": False,
+            "rows": [],
+        }
+        if out.exists():
+            self.result["rows"] = self._rows_of(json.loads(out.read_text()))
+
+    @property
+    def seconds(self) -> float:
+        """Since the session began."""
+        return time.perf_counter() - self._begin
+
+    def run(self, points: Sequence[Point]) -> dict[str, Any]:
+        """Measures those that are not in the file yet; returns what is then in it."""
+        measured = {row["class"] for row in self.result["rows"]}
+        work = [one for one in self._work(points) if str(one.problem_class) not in measured]
+        say(f"{len(work)} classes to measure, {len(measured)} are in {self.out}")
+        if self.device.type == "cuda" and work:
+            self._compile_ahead(work)
+        left = len(work)
+        with torch.no_grad():
+            for _kind, group in itertools.groupby(work, lambda one: one.problem_class.kind):
+                if self._is_over():
+                    break
+                left -= self._batch(list(group))
+                self._write(complete=False)
+        if self.result["rows"]:
+            self._write(complete=left == 0)
+        if left:
+            say(f"out of time: {left} classes are left; the same command goes on with them")
+        return self.result
+
+    def failures(self) -> list[str]:
+        """What went wrong, a line for each tier and class."""
+        return [failure for row in self.result["rows"] for failure in _failures(row)]
+
+    def _is_over(self) -> bool:
+        return self.budget_s is not None and self.seconds > self.budget_s
+
+    def _work(self, points: Sequence[Point]) -> list[Work]:
+        """The points on which at least two tiers can be compared, one for each class."""
+        found: dict[ProblemClass, Work] = {}
+        for point in points:
+            problem_class, tiers = point.problem_class(self.device), point.takers(self.device)
+            if len(tiers) > 1:
+                found.setdefault(problem_class, Work(point, problem_class, tiers))
+        return list(found.values())
+
+    def _compile_ahead(self, work: Sequence[Work]) -> None:
+        for failure in compile_ahead(_builds(work, self.device), self.workers):
+            say(f"not compiled: {failure}")
+        say(f"[{self.seconds:4.0f} s] kernels compiled")
+
+    def _batch(self, work: Sequence[Work]) -> int:
+        """Measures the classes of one kind, as many as there is time for; returns how many."""
+        plan_ahead(_builds(work, self.device), self.workers)
+        firsts: collections.Counter[str] = collections.Counter()
+        count = 0
+        for one in work:
+            if self._is_over():
+                break
+            row = self._measure(one)
+            if len(_failures(row)) == len(one.tiers):  # the device is lost, most likely
+                self._write(complete=False)
+                raise RuntimeError(f"every tier failed: {'; '.join(_failures(row))}")
+            self.result["rows"].append(row)
+            firsts[row["order"][0]] += 1
+            count += 1
+        free(self.device)
+        counts = ", ".join(f"{tier} {n}" for tier, n in firsts.most_common())
+        kind = work[0].problem_class.kind_in_words()
+        say(f"[{self.seconds:4.0f} s] {kind}: {count} classes, first {counts or '-'}")
+        return count
+
+    def _measure(self, one: Work) -> dict[str, Any]:
+        """Times every tier at every length, in turns, and orders them."""
+        point = one.point
+        inputs = point.inputs(self.memory, self.clock.l2_bytes)
+        tiers: dict[str, dict[str, Any]] = {name: {"tier": name, "us": {}} for name in one.tiers}
+        recordings: dict[str, Recording] = {}
+        for name, tier in tiers.items():
+            try:
+                recordings[name] = self.clock.record(
+                    inputs.calls(name), calls_per_graph=_calls_per_graph(inputs)
+                )
+            except Exception as error:
+                tier["failure"] = in_words(error)
+        for lengths in point.LENGTHS:
+            inputs.set_lengths(lengths)
+            for recording in recordings.values():
+                recording.settle()
+            times: dict[str, list[float]] = {name: [] for name in recordings}
+            for _ in range(self.repeats):
+                for name, recording in recordings.items():
+                    times[name].append(round(recording.measure(), 3))
+            for name in recordings:
+                tiers[name]["us"][lengths] = times[name]
+            _check(recordings, tiers, inputs, point.tolerance, lengths)
+        recordings.clear()
+        torch_attn_tiers.release_captured_plans()
+        row = {
+            "class": str(one.problem_class),
+            "sets": inputs.sets,
+            "bytes": inputs.moved_bytes,
+            "tiers": list(tiers.values()),
+        }
+        row["order"] = order_of_row(row)
+        return row
+
+    # -------------------------------------------------------------------------------------- files
+
+    def _rows_of(self, before: dict[str, Any]) -> list[dict[str, Any]]:
+        """Rows without a failure of an earlier result, if nothing has changed since."""
+        different = [name for name in _SAME if before.get(name) != self.result[name]]
+        if different:
+            say(f"{self.out} is of another {' and '.join(different)}: measured anew")
+            return []
+        return [row for row in before["rows"] if not _failures(row)]
+
+    def _write(self, complete: bool) -> None:
+        self.result["complete"] = complete
+        self.result["seconds"] = round(self.seconds, 1)
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(_dumped(self.result))
+        write_table(self.table, self.result)
+
+
+def _failures(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{tier['tier']} on {row['class']}: {tier['failure']}"
+        for tier in row["tiers"]
+        if "failure" in tier
+    ]
+
+
+def order_of_row(row: dict[str, Any]) -> list[str]:
+    """Its tiers, best first by their medians; those that failed or were wrong come last."""
+    medians = {
+        tier["tier"]: [statistics.median(us) for us in tier["us"].values()]
+        for tier in row["tiers"]
+        if "failure" not in tier
+    }
+    for tier in row["tiers"]:
+        if tier["tier"] in medians:
+            tier["worst"] = round(worst_ratios(medians)[tier["tier"]], 4)
+    failed = [tier["tier"] for tier in row["tiers"] if "failure" in tier]
+    return fastest_first(medians) + failed
+
+
+def write_table(path: pathlib.Path, result: dict[str, Any]) -> None:
+    """The table of a result: its operator's part is replaced, the others stay."""
+    table: dict[str, Any] = {"device": result["device"]["name"], "ops": {}}
+    if path.exists():
+        table["ops"] = json.loads(path.read_text())["ops"]
+    op = result["op"]
+    orders = {ProblemClass.parse(op, row["class"]): row["order"] for row in result["rows"]}
+    about = {name: result[name] for name in ("command", "commit", "date")}
+    about["versions"] = result["table_versions"]
+    table["ops"][op] = ranking.section(orders, about)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
+def _dumped(result: dict[str, Any]) -> str:
+    """JSON with a line for each row."""
+    rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
+    head = json.dumps({**result, "rows": []}, indent=1)
+    return head.replace('"rows": []', f'"rows": [\n  {rows}\n ]') + "\n"
+
+
+def _builds(work: Sequence[Work], device: torch.device) -> list[Build]:
+    """What is to be built, by tier and kind."""
+    points: dict[tuple[str, Any], list[Point]] = {}
+    for one in work:
+        for tier in one.tiers:
+            points.setdefault((tier, one.problem_class.kind), []).append(one.point)
+    return [Build(tier, those, device) for (tier, _), those in points.items()]
+
+
+def _calls_per_graph(inputs: Inputs) -> int:
+    calls = round(_GRAPH_US * _BYTES_PER_US / inputs.moved_bytes)
+    return min(CALLS_PER_GRAPH, max(_FEWEST_CALLS, calls))
+
+
+def _check(
+    recordings: dict[str, Recording],
+    tiers: dict[str, dict[str, Any]],
+    inputs: Inputs,
+    tolerance: float,
+    lengths: str,
+) -> None:
+    """Runs what was timed over a poisoned output; a wrong result counts as a failure."""
+    expected = inputs.reference()
+    for name, recording in recordings.items():
+        recording.output.fill_(float("nan"))
+        recording.run()
+        error = relative_error(recording.output, expected)
+        if not error <= tolerance:
+            tiers[name]["failure"] = f"wrong at {lengths} lengths: relative error {error:.2g}"
+
+
+def device_table(device: torch.device) -> str:
+    """Name of the table of a device, without its folder and ending."""
+    return ranking.table_name(device_facts(device))
