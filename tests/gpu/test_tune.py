@@ -1,0 +1,77 @@
+"""`tune` with real kernels, captured graphs and processes that compile; a second name for `flash`
+stands in for the libraries, which need not be here."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import torch_attn_tiers
+from csrc_free_ops.facts import device_facts
+from torch_attn_tiers import dispatch, explain, ranking, register_tier
+from torch_attn_tiers.cli.bench.clock import clock_for
+from torch_attn_tiers.cli.tune.decode import DecodePoint
+from torch_attn_tiers.cli.tune.session import Session, device_table
+from torch_attn_tiers.tier import Tier
+from torch_attn_tiers.tiers.decode import flash
+
+POINTS = [
+    DecodePoint(3, 10, 4, 128, 128),
+    DecodePoint(5, 10, 4, 128, 128),
+    DecodePoint(1, 8, 8, 64, 64, 63),
+]
+
+
+@pytest.fixture
+def twin() -> Iterator[Tier]:
+    tier = Tier(
+        op="decode",
+        name="twin",
+        predicates=flash.TIER.predicates,
+        build=flash.TIER.build,
+        ready=flash.TIER.ready,
+    )
+    with register_tier(tier, before="flash"):
+        yield tier
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+    monkeypatch.setattr(ranking, "FOLDER", tmp_path)
+    ranking.forget()
+    yield tmp_path
+    monkeypatch.undo()
+    ranking.forget()
+    dispatch._plans.forget_decisions()
+
+
+def test_what_is_tuned_is_right_and_orders_the_calls(twin: Tier, folder: pathlib.Path) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    name = device_table(device)
+    assert name == ranking.table_name(device_facts(device)) and "sm_" not in name
+    session = Session(
+        "decode", device, clock_for(device), folder / "result.json", folder / f"{name}.json"
+    )
+    result = session.run(POINTS)
+    assert not session.failures() and result["complete"]
+    for row in result["rows"]:
+        tiers = {tier["tier"]: tier["us"] for tier in row["tiers"]}
+        assert {"flash", "twin"} <= tiers.keys()
+        for us in tiers.values():
+            assert all(
+                0 < t < 1000 for lengths in ("full", "uniform", "short") for t in us[lengths]
+            )
+            assert len(us["full"]) == 3
+    ranking.forget()
+    dispatch._plans.forget_decisions()
+    for point, row in zip(POINTS, result["rows"]):
+        tensors, scalars = point.call()
+        explanation = explain("decode", *tensors, device=device, **scalars)
+        assert explanation.order == f"measured, {name}.json: {row['class']}"
+        ranked = [v.name for v in explanation.verdicts if v.name in row["order"]]
+        assert ranked == row["order"]
+        first = torch_attn_tiers.prepare("decode", *tensors, device=device, **scalars).chosen
+        assert first == row["order"][0]
