@@ -63,12 +63,15 @@ def _tiers(device: torch.device) -> tuple[str, Table]:
     query = tensors[0]
     assert query is not None
     dtype = str(query.dtype).removeprefix("torch.")
-    title = f"Tiers of decode on {device} (one {dtype} query row over 4096 keys of 8 heads)"
     table = Table()
     table.add_column("tier")
     table.add_column("usable")
     table.add_column("why not")
     explanation = torch_attn_tiers.explain("decode", *tensors, device=device, **scalars)
+    title = (
+        f"Tiers of decode on {device} (one {dtype} query row over 4096 keys of 8 heads), "
+        f"order: {explanation.order}"
+    )
     for verdict in explanation.verdicts:
         usable = "yes" if verdict.eligible else "no"
         if verdict.name == explanation.chosen:

@@ -32,6 +32,9 @@ _GRAPH_US = 2000.0
 _FEWEST_CALLS = 4
 _BYTES_PER_US = 4e6
 
+#: Each has a context on the device, and a compiler.
+_MOST_WORKERS = 12
+
 #: What has to be equal for a file to be gone on with.
 _SAME = ("op", "device", "versions", "table_versions", "commit")
 
@@ -68,7 +71,7 @@ class Session:
         self.out, self.table = out, table
         self.repeats, self.budget_s = repeats, budget_s
         self.memory = Memory(device)
-        self.workers = os.cpu_count() or 1
+        self.workers = min(_MOST_WORKERS, os.cpu_count() or 1)
         self._begin = time.perf_counter()
         self.result: dict[str, Any] = {
             "what": "tune",
