@@ -36,9 +36,9 @@ Times = dict[str, tuple[float, float, float]]
 
 #: Of a dtype that no kernel of ours takes, by the interpreter neither.
 POINTS = [
-    DecodePoint(1, 7, 2, 16, 16, dtype=torch.float64),
-    DecodePoint(3, 7, 2, 16, 16, dtype=torch.float64),
-    DecodePoint(1, 8, 1, 16, 8, dtype=torch.float64),
+    DecodePoint(1, 7, 2, 16, 16, dtype=torch.float64, cache_dtype=torch.float64),
+    DecodePoint(3, 7, 2, 16, 16, dtype=torch.float64, cache_dtype=torch.float64),
+    DecodePoint(1, 8, 1, 16, 8, dtype=torch.float64, cache_dtype=torch.float64),
 ]
 
 
@@ -143,6 +143,17 @@ def test_inputs_rotate_over_caches_that_leave_the_l2_at_short_lengths() -> None:
     assert DecodePoint(1, 7, 4, 64, 64).inputs(memory, l2_bytes=1 << 40).sets == 8
 
 
+def test_caches_have_a_dtype_of_their_own() -> None:
+    point = DecodePoint(3, 10, 4, 64, 64, cache_dtype=torch.float8_e4m3fn)
+    query, key, value, _ = point.call()[0]
+    assert query is not None and query.dtype is torch.bfloat16
+    assert key is not None and value is not None
+    assert key.dtype is value.dtype is torch.float8_e4m3fn
+    assert point.cache_bytes == key.numel() + value.numel()
+    (call, *_) = point.inputs(Memory(CPU), 1).calls("flash")
+    assert [t.dtype for t in call.args[:3]] == [query.dtype, key.dtype, key.dtype]  # type: ignore
+
+
 def test_sets_are_as_many_as_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     point = DecodePoint(3, 10, 4, 64, 64)
     monkeypatch.setattr(Memory, "limit", 3 * point.cache_bytes)
@@ -152,7 +163,7 @@ def test_sets_are_as_many_as_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_calls_force_the_tier_over_each_set_and_see_lengths_that_change() -> None:
-    point = DecodePoint(4, 7, 2, 16, 8, window=20, dtype=torch.float32)
+    point = DecodePoint(4, 7, 2, 16, 8, 20, torch.float32, torch.float32)
     inputs = point.inputs(Memory(CPU), 1)
     calls = inputs.calls("unfused")
     results = []

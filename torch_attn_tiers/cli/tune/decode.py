@@ -39,6 +39,7 @@ class DecodePoint(Point):
     Dv: int
     window: int = -1  # keys before the current one
     dtype: torch.dtype = torch.bfloat16
+    cache_dtype: torch.dtype = torch.bfloat16
 
     @property
     def Hkv(self) -> int:
@@ -55,13 +56,17 @@ class DecodePoint(Point):
 
     @property
     def cache_bytes(self) -> int:
-        return (self.T << self.rows) * (self.D + self.Dv) * self.dtype.itemsize
+        return (self.T << self.rows) * (self.D + self.Dv) * self.cache_dtype.itemsize
 
     @property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of query, key and value."""
+    def query_shape(self) -> tuple[int, ...]:
+        return self.B, self.Hkv * self.G, 1, self.D
+
+    @property
+    def cache_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Of key and value."""
         B, Hkv, T = self.B, self.Hkv, self.T
-        return (B, Hkv * self.G, 1, self.D), (B, Hkv, T, self.D), (B, Hkv, T, self.Dv)
+        return (B, Hkv, T, self.D), (B, Hkv, T, self.Dv)
 
     def lengths(self, name: str) -> list[int]:
         """Valid keys of each sequence: all; evenly over T/16 to T, in no order; T/32."""
@@ -75,9 +80,12 @@ class DecodePoint(Point):
         return [even[i] for i in order]
 
     def call(self) -> tuple[list[Tensor | None], dict[str, Any]]:
-        tensors = [torch.empty(shape, dtype=self.dtype, device="meta") for shape in self.shapes]
+        query = torch.empty(self.query_shape, dtype=self.dtype, device="meta")
+        caches = [
+            torch.empty(shape, dtype=self.cache_dtype, device="meta") for shape in self.cache_shapes
+        ]
         lengths = torch.empty(self.B, dtype=torch.int32, device="meta")
-        return [*tensors, lengths], {"left_window_size": self.window}
+        return [query, *caches, lengths], {"left_window_size": self.window}
 
     def inputs(self, memory: Memory, l2_bytes: int) -> Inputs:
         return _DecodeInputs(self, memory, l2_bytes)
@@ -88,8 +96,12 @@ class _DecodeInputs(Inputs):
         self._point = point
         self.sets = self._number_of_sets(memory, l2_bytes)
         self.moved_bytes = point.cache_bytes
-        tensors = memory.cut(point.dtype, point.shapes * self.sets)
-        self._tensors = [tuple(tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+        caches = memory.cut(point.cache_dtype, point.cache_shapes * self.sets)
+        queries = [
+            torch.randn(point.query_shape, dtype=point.dtype, device=memory.device)
+            for _ in range(self.sets)
+        ]
+        self._tensors = list(zip(queries, caches[::2], caches[1::2]))
         self._lengths = torch.empty(point.B, dtype=torch.int32, device=memory.device)
         self.set_lengths("full")
 
