@@ -229,7 +229,58 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
             yield f"{launch.kernel.fn.__name__}, {what}", shared
 
 
-KERNELS = {"decode": decode, "cache": cache, "lengths": lengths, "gdn": gdn}
+#: dtypes of tokens and states, Hq, Hv, K, V, tokens of a row, indices, K-first memory; of
+#: Qwen3-Next but for the last four.
+GDN_STEPS: tuple[tuple[Any, ...], ...] = (
+    (torch.bfloat16, torch.float32, 16, 32, 128, 128, 1, 0, False),
+    (torch.bfloat16, torch.float32, 16, 32, 128, 128, 1, 1, False),
+    (torch.bfloat16, torch.bfloat16, 16, 32, 128, 128, 1, 1, False),
+    (torch.bfloat16, torch.bfloat16, 16, 32, 128, 128, 4, 2, False),
+    (torch.float16, torch.float32, 2, 8, 64, 40, 16, 2, False),
+    (torch.bfloat16, torch.float32, 4, 4, 256, 256, 1, 0, False),
+    (torch.float32, torch.float16, 4, 4, 96, 256, 3, 0, False),
+    (torch.bfloat16, torch.float32, 16, 32, 128, 128, 1, 0, True),
+)
+
+
+def gdn_decode(name: str) -> Iterator[tuple[str, int]]:
+    """(name, bytes of shared memory) of the recurrent kernel and of the gates."""
+    from csrc_free_ops.gdn.decode import plan_gdn_decode, plan_gdn_gates, unsupported
+
+    target = TARGETS[name]
+    device, gpu = target.device(name), _gpu_target(target)
+    for dtype, state_dtype, Hq, Hv, K, V, Sq, index_rank, k_first in GDN_STEPS:
+        q = contiguous_facts((4, Sq, Hq, K), dtype)
+        v = contiguous_facts((4, Sq, Hv, V), dtype)
+        gate = contiguous_facts((4, Sq, Hv), dtype)
+        head = contiguous_facts((Hv,), torch.float32)
+        state = contiguous_facts((4, Hv, V, K), state_dtype)
+        if k_first:
+            state = state._replace(stride=(*state.stride[:2], 1, V))
+        options: dict[str, Any] = {"A_log": head, "dt_bias": head}
+        if index_rank:
+            options["read_indices"] = contiguous_facts((4,), torch.int32)
+            options["write_indices"] = contiguous_facts((4, Sq)[:index_rank], torch.int64)
+        what = f"{dtype}, state {state_dtype}, K={K}, V={V}, Sq={Sq}".replace("torch.", "")
+        reason = unsupported(q, v, state)
+        if reason is not None:
+            raise SystemExit(f"{what}: not supported on {name}: {reason}")
+        plan = plan_gdn_decode(
+            q, q, v, gate, gate, state, device, scale=1.0, qk_l2norm=True, **options
+        )
+        yield f"{what}, indices {index_rank}", plan.launch.compile_for(gpu).metadata.shared
+    rows, head = (contiguous_facts(shape, torch.bfloat16) for shape in ((100, 32), (32,)))
+    gates = plan_gdn_gates(rows, rows, head, head, device)
+    yield "gates", gates.launch.compile_for(gpu).metadata.shared
+
+
+KERNELS = {
+    "decode": decode,
+    "cache": cache,
+    "lengths": lengths,
+    "gdn": gdn,
+    "gdn_decode": gdn_decode,
+}
 
 
 def _gpu_target(target: Target) -> Any:

@@ -106,7 +106,8 @@ def _idle(state: Tensor, reads: Tensor | None, writes: Tensor | None) -> Tensor 
     if reads is None or writes is None:
         return None
     P = state.shape[0]
-    return ~(in_pool(reads, P) | in_pool(writes, P).view(reads.shape[0], -1).any(1))
+    written = in_pool(writes, P)
+    return ~(in_pool(reads, P) | (written.any(1) if written.dim() == 2 else written))
 
 
 def _write(pool: Tensor, indices: Tensor, S: Tensor) -> None:

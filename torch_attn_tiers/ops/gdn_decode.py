@@ -274,8 +274,8 @@ def _check_values(decision: Decision, tensors: Tensors) -> None:
             )
     read_from = reads.tolist()
     written_by: dict[int, int] = {}
-    for row, places in enumerate(writes.view(problem.B, -1).tolist()):
-        for place in places:
+    for row, places in enumerate(writes.tolist()):
+        for place in places if isinstance(places, list) else (places,):
             if place >= 0 and written_by.setdefault(place, row) != row:
                 raise ValueError(
                     f"{problem.call}: rows {written_by[place]} and {row} both write state {place} "
