@@ -295,7 +295,7 @@ STRANGE: dict[str, Callable[[], torch.Tensor | None]] = {
     "nested": lambda: torch.nested.nested_tensor([_zeros(2, 5, 4), _zeros(2, 3, 4)]),
 }
 _PLAIN = _zeros(2, 2, 5, 4)
-_GATES = _zeros(2, 2, 5)
+_GATES, _STATE = _zeros(2, 2, 5), _zeros(2, 5, 4, 4)
 STRANGE_CALLS: dict[str, dict[str, torch.Tensor]] = {
     "decode": dict(query=_PLAIN, key=_PLAIN, value=_PLAIN),
     "decode.present": dict(query=_PLAIN, key=_PLAIN, value=_PLAIN),
@@ -304,7 +304,14 @@ STRANGE_CALLS: dict[str, dict[str, torch.Tensor]] = {
         key_cache=_PLAIN, value_cache=_PLAIN.clone(), key=_PLAIN.clone(), value=_PLAIN.clone()
     ),
     "gdn_chunk_prefill": dict(q=_PLAIN, k=_PLAIN, v=_PLAIN, g=_GATES, beta=_GATES),
-}
+    "gdn_decode": dict(q=_PLAIN, k=_PLAIN, v=_PLAIN, g=_GATES, beta=_GATES, state=_STATE),
+    "gdn_decode_": dict(q=_PLAIN, k=_PLAIN, v=_PLAIN, g=_GATES, beta=_GATES, state=_STATE),
+    "gdn_decode_.raw": dict(
+        q=_PLAIN, k=_PLAIN, v=_PLAIN, a=_GATES, b=_GATES, A_log=_zeros(5), dt_bias=_zeros(5),
+        state=_STATE,
+    ),
+    "gdn_gates": dict(a=_GATES, b=_GATES, A_log=_zeros(5), dt_bias=_zeros(5)),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -381,6 +388,9 @@ def test_explain_and_prepare_refuse_gradients_too(ask: Callable[..., Any]) -> No
         "tensor_scatter_": (plain, weight),
         "kv_scatter_": (plain, plain.clone(), weight, weight),
         "gdn_chunk_prefill": (plain, plain, weight, _GATES, _GATES),
+        "gdn_decode": (plain, plain, weight, _GATES, _GATES, _STATE),
+        "gdn_decode_": (weight, plain, plain, _GATES, _GATES, _STATE),
+        "gdn_gates": (weight, weight, _zeros(4), _zeros(4)),
     }.items():
         with pytest.raises(RuntimeError, match=f"attn_tiers::{call} is inference-only"):
             ask(call, *args)
