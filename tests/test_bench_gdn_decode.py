@@ -1,4 +1,4 @@
-"""`bench gdn_decode` without a GPU: cases, checks, verdicts, JSON, over invented peers and times."""
+"""`bench gdn_decode` without a GPU: checks, verdicts and JSON, over invented peers and times."""
 
 from __future__ import annotations
 
