@@ -42,6 +42,8 @@ CONFIGS = [
     "prefetch=1",
     "store_policy=evict_first",
     STREAM,
+    "max_registers=64",
+    "max_registers=80",
     "lanes=4",
     "lanes=16",
     "bv=8,num_warps=2",
@@ -51,6 +53,7 @@ CONFIGS = [
     "bv=32,num_warps=8",
     "bv=32,num_warps=8,lanes=4",
     "bv=64",
+    "bv=64,prefetch=1",
     "bv=64,num_warps=8",
     f"bv=64,num_warps=8,{STREAM}",
     "bv=64,num_warps=8,lanes=4",
@@ -110,8 +113,8 @@ def parse(case: StepCase, text: str) -> RecurrentConfig:
         return config
     fields: dict[str, Any] = dict(pair.split("=") for pair in text.split(","))
     for name, value in fields.items():
-        kind = type(getattr(config, name))
-        fields[name] = value if kind is str else kind(int(value))
+        is_text = name.endswith("policy")
+        fields[name] = value if is_text else int(value)
     return config._replace(**fields)
 
 

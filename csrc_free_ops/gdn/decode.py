@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class RecurrentConfig(NamedTuple):
     load_policy: str = ""  # Triton's eviction policy for reading S: "" or "evict_first"
     store_policy: str = ""  # and for writing it
     prefetch: bool = False  # asks for S before the kernel ahead has ended (without indices only)
+    max_registers: int | None = None  # a thread, so that more programs fit a multiprocessor
 
 
 def default_config(q: TensorFacts, state: TensorFacts) -> RecurrentConfig:
@@ -114,9 +115,19 @@ def plan_gdn_decode(
             LOAD_POLICY=config.load_policy, STORE_POLICY=config.store_policy,
             PREFETCH=config.prefetch and has_pdl and is_dense and not has_indices, PDL=has_pdl,
         ),
-        options=dict(num_warps=config.num_warps, **({"launch_pdl": True} if has_pdl else {})),
+        options=_options(config, device, has_pdl),
     )  # fmt: skip
     return GdnDecodePlan(device, launch)
+
+
+def _options(config: RecurrentConfig, device: DeviceFacts, has_pdl: bool) -> dict[str, Any]:
+    """Triton's options of compiling and launching."""
+    options: dict[str, Any] = dict(num_warps=config.num_warps)
+    if has_pdl:
+        options["launch_pdl"] = True
+    if config.max_registers is not None and device.arch.startswith("sm_"):
+        options["maxnreg"] = config.max_registers
+    return options
 
 
 class _Plan:

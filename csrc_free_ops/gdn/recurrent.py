@@ -161,6 +161,7 @@ def recurrent_kernel(
     """Writes ``out`` and ``new_state``. Grid: ``B * HV * ceil(V / BV)`` programs."""
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     EVEN_V: tl.constexpr = V % BV == 0
+    AFTER_EACH: tl.constexpr = WRITE_EACH or SQ == 1
 
     # All offsets have 64 bits.
     program = tl.program_id(0)
@@ -209,6 +210,11 @@ def recurrent_kernel(
     to = new_state + head * n_stride_h + vd[:, None] * N_V
 
     for _ in tl.range(0, SQ, loop_unroll_factor=UNROLL):
+        place = target
+        kept = writes
+        if WRITE_EACH:
+            place, kept = _slot(write_indices, rows)
+            write_indices += write_stride_s
         k_raw = _load_row(k, kd, k_stride_d, K, KO, KI)
         q_raw = _load_row(q, kd, q_stride_d, K, KO, KI)
         v_t = tl.load(v + vd * v_stride_d, mask=vd < V, other=0.0).to(tl.float32)
@@ -227,16 +233,14 @@ def recurrent_kernel(
         o = scale * (decay * tl.sum(_product(S, q_t, KO), 1) + kq * d)
         S = _updated(S, decay, d, k_t, KO)
 
+        if AFTER_EACH:
+            _store_state(
+                to + place * n_stride_n, S, kept, vd, kd, K, V, N_K, KO, KI, HAS_INDICES, EVEN_V,
+                STORE_POLICY,
+            )  # fmt: skip
         if HAS_INDICES:
             o = tl.where(idle, 0.0, o)
         tl.store(out, o.to(out.dtype.element_ty), mask=vd < V)
-        if WRITE_EACH:
-            each, written = _slot(write_indices, rows)
-            _store_state(
-                to + each * n_stride_n, S, written, vd, kd, K, V, N_K, KO, KI, True, EVEN_V,
-                STORE_POLICY,
-            )  # fmt: skip
-            write_indices += write_stride_s
         q += q_stride_s
         k += k_stride_s
         v += v_stride_s
@@ -244,7 +248,7 @@ def recurrent_kernel(
         beta += beta_stride_s
         out += HV * V
 
-    if not WRITE_EACH:
+    if not AFTER_EACH:
         _store_state(
             to + target * n_stride_n, S, writes, vd, kd, K, V, N_K, KO, KI, HAS_INDICES, EVEN_V,
             STORE_POLICY,

@@ -59,7 +59,12 @@ def test_case_agrees_with_the_oracle(
     def make(dtype: torch.dtype = dtype, seed: int = 0) -> Maker:
         return Maker(dtype, "cuda", real_sizes=True, seed=seed)
 
-    check_or_skip(conformance.CASES[name](make), tier, must_run)
+    call = conformance.CASES[name](make)
+    if dtype is torch.bfloat16:
+        check_or_skip(call, tier, must_run)
+    else:  # one form will do: each is a kernel to be compiled
+        call.require(tier, must_run)
+        call.with_("gdn_decode_.raw").check(tier)
 
 
 @with_states
