@@ -105,12 +105,13 @@ def test_takes_its_table_of_head_sizes_and_groups(device: str, library: FakeXqa)
         (64, 128, 256), (1, 2, 4, 5, 8, 16), (torch.float16, torch.bfloat16)
     ):
         asked = _but(D=size, Hq=group * 8, dtype=dtype)
-        assert _verdict(_asked_for(asked), device) == ""
+        verdict = _verdict(_asked_for(asked), device)
+        assert verdict == "" or (size, dtype) == (64, torch.bfloat16)
 
 
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS[::7], ids=str)
 def test_takes_every_arrangement(arrangement: Arrangement, library: FakeXqa) -> None:
-    call = arrangement.make(Maker(torch.bfloat16))
+    call = arrangement.make(Maker(torch.float16 if arrangement.D == 64 else torch.bfloat16))
     scalars = {**call.scalars, "tier": "xqa"}
     explanation = explain(call.op(), *call.args(), device=DEVICES["sm_90"], **scalars)
     assert explanation.chosen == "xqa", str(explanation)
@@ -118,6 +119,7 @@ def test_takes_every_arrangement(arrangement: Arrangement, library: FakeXqa) -> 
 
 NOT_TAKEN = {
     "float32": (_but(dtype=torch.float32), "takes float16 and bfloat16, not float32"),
+    "bfloat16, head size 64": (_but(D=64), "off by up to 6.6e-3"),
     "mask": (_but(mask=_meta(4, 1, 1, 4096, dtype=torch.bool)), "attn_mask"),
     "softcap": (_but(scalars={"softcap": 50.0}), "softcap"),
     "scores": (_but(overload="decode.qk"), "qk_matmul_output"),
@@ -411,8 +413,7 @@ def test_agrees_with_the_oracle(arrangement: Arrangement, runs: FakeXqa) -> None
     arrangement.make(Maker(torch.float16)).check("xqa")
 
 
-def test_empty_rows_are_zero_and_come_before_the_run(runs: FakeXqa) -> None:
-    """The library leaves them as they are."""
+def test_empty_rows_are_zero_whatever_the_library_leaves(runs: FakeXqa) -> None:
     with poisoned_memory():
         y = decode(*_step(lengths=(0, 5)), tier="xqa")
         none = decode(*_step(lengths=(-3, 0)), tier="xqa")

@@ -19,17 +19,12 @@ def count_kernel(lengths, counts, batch, capacity, ROWS: tl.constexpr):
     tl.store(counts + row, _valid(lengths, row, capacity, mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def zero_kernel(
-    lengths, counts, out, capacity, width, BLOCK: tl.constexpr, WRITE_COUNTS: tl.constexpr
-):
+@triton.jit
+def zero_kernel(counts, out, width, BLOCK: tl.constexpr):
     """Grid: `batch * cdiv(width, BLOCK)` programs; only those of empty rows write to `out`."""
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
-    count = _valid(lengths, row, capacity, True)
-    if WRITE_COUNTS:
-        tl.store(counts + row, count, mask=block == 0)
-    column = block * BLOCK + tl.arange(0, BLOCK)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     zeros = tl.zeros([BLOCK], dtype=out.dtype.element_ty)
-    tl.store(out + row * width + column, zeros, mask=(column < width) & (count == 0))
+    empty = tl.load(counts + row) == 0
+    tl.store(out + row * width + column, zeros, mask=(column < width) & empty)

@@ -64,16 +64,14 @@ class RowGuard:
             use_triton = _has_triton() and (device.type == "cuda" or device.interpret)
         self._count: Launch | None = None
         self._zero: Launch | None = None
-        self._both: Launch | None = None
         if use_triton and batch and width:
             self._count = _count_launch(batch, capacity, lengths_dtype)
-            self._zero = _zero_launch(batch, capacity, width, torch.int32, out_dtype, False)
-            self._both = _zero_launch(batch, capacity, width, lengths_dtype, out_dtype, True)
+            self._zero = _zero_launch(batch, width, out_dtype)
 
     @property
     def launches(self) -> tuple[Launch, ...]:
         """Every kernel that a call may launch; none where PyTorch's operators do it."""
-        return tuple(one for one in (self._count, self._zero, self._both) if one is not None)
+        return tuple(one for one in (self._count, self._zero) if one is not None)
 
     def compile(self) -> None:
         """Compile and load the kernels. Not for use inside a capture."""
@@ -93,20 +91,10 @@ class RowGuard:
     def zero(self, counts: Tensor, out: Tensor) -> None:
         """Zero the rows of the contiguous `out` without a key, whatever they held."""
         if self._zero is not None:
-            self._zero(self.device.index, counts, counts, out)
+            self._zero(self.device.index, counts, out)
         else:
             empty = counts.view(torch.int32).reshape(self.batch, 1) == 0
             out.view(self.batch, self.width).masked_fill_(empty, 0.0)
-
-    def counts_and_zero(self, lengths: Tensor, shape: tuple[int, ...], out: Tensor) -> Tensor:
-        """`counts` and `zero` in one launch, for a library that leaves empty rows as they are."""
-        counts = lengths.new_empty(shape, dtype=self.counts_dtype)
-        if self._both is not None:
-            self._both(self.device.index, lengths, counts, out)
-        else:
-            self._fill(counts, lengths)
-            self.zero(counts, out)
-        return counts
 
     def _fill(self, counts: Tensor, lengths: Tensor) -> None:
         clamped = lengths.clamp(0, self.capacity)
@@ -127,26 +115,15 @@ def _count_launch(batch: int, capacity: int, lengths_dtype: torch.dtype) -> Laun
     )
 
 
-def _zero_launch(
-    batch: int,
-    capacity: int,
-    width: int,
-    lengths_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    write_counts: bool,
-) -> Launch:
+def _zero_launch(batch: int, width: int, out_dtype: torch.dtype) -> Launch:
     from csrc_free_ops.cache.kernels_lengths import zero_kernel
     from csrc_free_ops.launch import Launch
 
     return Launch(
         zero_kernel,
         grid=batch * -(-width // _BLOCK),
-        pointers=dict(
-            lengths=(lengths_dtype, not write_counts),  # the user's may begin anywhere
-            counts=(torch.int32, True),
-            out=(out_dtype, True),
-        ),
-        scalars=dict(capacity=capacity, width=width),
-        constants=dict(BLOCK=_BLOCK, WRITE_COUNTS=write_counts),
+        pointers=dict(counts=(torch.int32, True), out=(out_dtype, True)),
+        scalars=dict(width=width),
+        constants=dict(BLOCK=_BLOCK),
         options=dict(num_warps=4),
     )

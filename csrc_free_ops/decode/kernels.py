@@ -5,8 +5,8 @@ into tiles of ``BLOCK_N``; how many there are follows from the row's length, whi
 knows. Tiles are dealt out to programs in one of two ways:
 
 * ``BALANCED`` (all query rows of a KV head fit one task): the tiles of all tasks form one flat
-  list, and every program takes a contiguous *share* of ``ceil(total / programs)`` of them. One
-  loop runs through the share, across the ends of tasks, so that the loads of the next task are
+  list, and every program takes a contiguous *share* of them, equal to the others' up to one tile.
+  One loop runs through the share, across the ends of tasks, so that the loads of the next task are
   under way while the last one is finished.
 * otherwise a program is one split of one task: an equal part of the tiles that the task sees, or,
   with ``SPLIT_TILES > 0``, those of a fixed run of ``SPLIT_TILES`` tiles that it sees.
@@ -71,6 +71,13 @@ class Output(NamedTuple):
     stride_h: Any
     stride_s: Any
     sinks: Any
+
+
+class Shares(NamedTuple):
+    """How the flat list is cut: ``more`` shares of ``size + 1`` tiles, then shares of ``size``."""
+
+    more: Any
+    size: Any
 
 
 class Parts(NamedTuple):
@@ -201,6 +208,28 @@ def _batch_row_of(position, cumulated, n_all, BLOCK_B: tl.constexpr):
         b = tl.sum(before.to(tl.int32), 0)
         row_start = tl.max(tl.where(before, cumulated, 0), 0)
         return b, row_start, tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, n_all, 0), 0)
+
+
+@triton.jit
+def _shares(total, programs):
+    """Equal shares of ``total`` tiles."""
+    size = total // programs
+    return Shares(total - size * programs, size)
+
+
+@triton.jit
+def _share_begin(shares, program):
+    """The position at which a program's share begins."""
+    return program * shares.size + tl.minimum(program, shares.more)
+
+
+@triton.jit
+def _share_at(shares, position):
+    """The program whose share holds a position."""
+    past = position - shares.more * (shares.size + 1)
+    is_larger = past < 0
+    size = tl.where(is_larger, shares.size + 1, tl.maximum(shares.size, 1))
+    return tl.where(is_larger, position, past) // size + tl.where(is_larger, 0, shares.more)
 
 
 @triton.jit
@@ -400,7 +429,6 @@ def split_kv_kernel(
 
     # ---- Which tiles: positions [begin, end); position i is key tile i + shift of the task.
     if BALANCED:
-        programs = tl.num_programs(0)
         in_batch = tl.arange(0, BLOCK_B)
         n_all = _valid_length(lengths, in_batch, capacity, in_batch < batch, HAS_LENGTHS)
         lo_all, hi_all = _key_bounds(n_all, 0, q_len - 1, window, RULES)
@@ -408,9 +436,9 @@ def split_kv_kernel(
         work = tl.where(in_batch < batch, tiles_all * kv_heads, 0)
         cumulated = tl.cumsum(work, 0)
         total = tl.sum(work, 0)
-        share = tl.cdiv(total, programs)
-        begin = tl.minimum(program * share, total)
-        end = tl.minimum(begin + share, total)
+        shares = _shares(total, tl.num_programs(0))
+        begin = _share_begin(shares, program)
+        end = _share_begin(shares, program + 1)
 
         row_tile = 0
         s_last = q_len - 1
@@ -594,11 +622,12 @@ def split_kv_kernel(
                 h_task = tl.where(is_last > 0, h, h_first)
                 task_stop = tl.where(is_last > 0, task_end, end_first)
                 task_start = task_stop - tl.where(is_last > 0, tiles, tiles_first)
-                first_part = task_start // share
+                first_part = _share_at(shares, task_start)
                 # In its first program the part is the last one (odd slot), unless the share
                 # begins with the task.
-                first_slot = 2 * first_part + tl.where(first_part * share < task_start, 1, 0)
-                parts = Parts(first_part, (task_stop - 1) // share, first_slot, 2)
+                is_within = _share_begin(shares, first_part) < task_start
+                first_slot = 2 * first_part + tl.where(is_within, 1, 0)
+                parts = Parts(first_part, _share_at(shares, task_stop - 1), first_slot, 2)
                 _merge_parts(
                     partials, slots, parts, output, b_task, h_task, 0, group, rows_total,
                     BLOCK_M, ROWS, UNROLL, MERGE_STAGES, DV, BLOCK_DV, HAS_SINKS, NATURAL,

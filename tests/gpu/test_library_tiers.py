@@ -82,6 +82,9 @@ def test_xqa_agrees_with_the_oracle(
     arrangement: Arrangement, dtype: torch.dtype, tier: str, maker: MakeMaker, must_run: Must
 ) -> None:
     call = arrangement.make(maker(dtype))
+    if dtype == torch.bfloat16 and arrangement.D == 64:
+        assert any("6.6e-3" in reason for reason in call.reasons_against(tier))
+        return
     require(call, tier, must_run)
     call.check(tier)
 
