@@ -461,7 +461,7 @@ def test_state_is_float32_between_the_tokens_of_a_call(
     tier: str, state_dtype: torch.dtype, maker: Make, must_run: frozenset[str]
 ) -> None:
     """Increments far below the rounding of the state add up within one call."""
-    call = step(maker(), 1, Sq=16, Hv=1, state=state_dtype)
+    call = step(maker(torch.float32), 1, Sq=16, Hv=1, state=state_dtype)
     ones = torch.ones_like(call.tensors["k"])  # type: ignore[arg-type]
     state = torch.full_like(call.state, 100.0)
     call = call.with_(
