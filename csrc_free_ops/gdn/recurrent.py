@@ -47,19 +47,24 @@ def _load_row(x, kd, stride_d, K: tl.constexpr, KO: tl.constexpr, KI: tl.constex
 
 
 @triton.jit
-def _normalised(tiles, L2NORM: tl.constexpr, KO: tl.constexpr):
-    """``x / sqrt(sum(x^2) + 1e-6)`` of a row, rounded to its dtype; all in float32."""
+def _norm_factor(row, L2NORM: tl.constexpr, KO: tl.constexpr):
+    """``1 / sqrt(sum(x^2) + 1e-6)`` of a row, or 1."""
     factor = 1.0
     if L2NORM:
-        squares = _product(tiles, tiles, KO)
-        factor = 1.0 / tl.sqrt(tl.sum(squares) + 1e-6)
-    row = ()
+        factor = 1.0 / tl.sqrt(tl.sum(_product(row, row, KO)) + 1e-6)
+    return factor
+
+
+@triton.jit
+def _normalised(row, factor, L2NORM: tl.constexpr, KO: tl.constexpr):
+    """A row times its factor, rounded to its dtype; in float32."""
+    tiles = ()
     for i in tl.static_range(KO):
+        wide = row[i].to(tl.float32)
         if L2NORM:
-            row = row + ((tiles[i].to(tl.float32) * factor).to(tiles[i].dtype).to(tl.float32),)
-        else:
-            row = row + (tiles[i].to(tl.float32),)
-    return row
+            wide = (wide * factor).to(row[i].dtype).to(tl.float32)
+        tiles = tiles + (wide,)
+    return tiles
 
 
 @triton.jit
@@ -162,6 +167,9 @@ def recurrent_kernel(
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     EVEN_V: tl.constexpr = V % BV == 0
     AFTER_EACH: tl.constexpr = WRITE_EACH or SQ == 1
+    # Sums over a row of k or q: in tiles that one warp holds, no warp waits for another.
+    RI: tl.constexpr = 32 if KI > 32 else KI
+    RO: tl.constexpr = KO * KI // RI
 
     # All offsets have 64 bits.
     program = tl.program_id(0)
@@ -171,6 +179,7 @@ def recurrent_kernel(
     first_v = (program % V_TILES * BV).to(tl.int64)
     vd = first_v + tl.arange(0, BV)
     kd = tl.arange(0, KI).to(tl.int64)[None, :]
+    rd = tl.arange(0, RI).to(tl.int64)[None, :]
     state += head * s_stride_h
     if PREFETCH:
         # Before gdc_wait, as it is no access. Without indices the address is known.
@@ -215,8 +224,8 @@ def recurrent_kernel(
         if WRITE_EACH:
             place, kept = _slot(write_indices, rows)
             write_indices += write_stride_s
-        k_raw = _load_row(k, kd, k_stride_d, K, KO, KI)
-        q_raw = _load_row(q, kd, q_stride_d, K, KO, KI)
+        k_row = _load_row(k, rd, k_stride_d, K, RO, RI)
+        q_row = _load_row(q, rd, q_stride_d, K, RO, RI)
         v_t = tl.load(v + vd * v_stride_d, mask=vd < V, other=0.0).to(tl.float32)
         g_t = tl.load(g).to(tl.float32)
         beta_t = tl.load(beta).to(tl.float32)
@@ -224,12 +233,17 @@ def recurrent_kernel(
             A_head = tl.load(A_log + head * A_stride).to(tl.float32)
             g_t = forget_gate(g_t, A_head, tl.load(dt_bias + head * dt_stride).to(tl.float32))
             beta_t = writing_strength(beta_t)
-        k_t = _normalised(k_raw, L2NORM, KO)
-        q_t = _normalised(q_raw, L2NORM, KO)
+        k_factor = _norm_factor(k_row, L2NORM, RO)
+        q_factor = _norm_factor(q_row, L2NORM, RO)
+        k_t = _normalised(k_row, k_factor, L2NORM, RO)
+        q_t = _normalised(q_row, q_factor, L2NORM, RO)
+        kq = tl.sum(_product(k_t, q_t, RO))
+        if RI != KI:  # the same rows in tiles as wide as those of S
+            k_t = _normalised(_load_row(k, kd, k_stride_d, K, KO, KI), k_factor, L2NORM, KO)
+            q_t = _normalised(_load_row(q, kd, q_stride_d, K, KO, KI), q_factor, L2NORM, KO)
 
         decay = tl.exp(g_t)
         d = beta_t * (v_t - decay * tl.sum(_product(S, k_t, KO), 1))
-        kq = tl.sum(_product(k_t, q_t, KO))
         o = scale * (decay * tl.sum(_product(S, q_t, KO), 1) + kq * d)
         S = _updated(S, decay, d, k_t, KO)
 
