@@ -86,6 +86,21 @@ def must_run(pytestconfig: pytest.Config) -> frozenset[str]:
     return required_tiers(pytestconfig)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _checked_memory() -> Iterator[None]:
+    """An interpreted kernel that touches memory outside of its tensors fails its test."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    try:
+        from tests.interpreted_memory import check_memory
+    except ImportError:  # no Triton on this platform
+        yield
+        return
+    with check_memory():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _inference_and_seed() -> Iterator[None]:
     """Every test starts from one seed; the operators are inference-only, grad stays as it is."""
