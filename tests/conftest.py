@@ -101,6 +101,30 @@ def _checked_memory() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def without_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """`decode` has the tiers that need no other package: for tests of the mechanism."""
+    from torch_attn_tiers import tier
+
+    ours = [one for one in tier.tiers_of("decode") if one.name not in ("xqa", "cudnn")]
+    with monkeypatch.context() as patch:
+        patch.setitem(tier._cascades, "decode", ours)
+        tier._changed()
+        yield
+    tier._changed()
+
+
+@pytest.fixture
+def libraries_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiers of libraries are named, and take nothing: for tests of texts."""
+    from torch_attn_tiers.tiers.decode import cudnn, xqa
+
+    for library in (cudnn.FRONTEND, xqa.FLASHINFER):
+        words = f"the package {library.package} is not installed"
+        monkeypatch.setattr(library, "_absence", words)
+        monkeypatch.setattr(library, "_has_looked", True)
+
+
 @pytest.fixture(autouse=True)
 def _inference_and_seed() -> Iterator[None]:
     """Every test starts from one seed; the operators are inference-only, grad stays as it is."""

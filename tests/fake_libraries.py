@@ -6,16 +6,19 @@ the strides that they are told), and leave what the libraries leave: NaN or noth
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from torch_attn_tiers import Tier
+from torch_attn_tiers import tier as tiers
 from torch_attn_tiers.tiers.decode import cudnn, xqa
 
 
@@ -308,10 +311,21 @@ def _yes() -> bool:
 _yes.cache_clear = lambda: None  # type: ignore[attr-defined]
 
 
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tier: Tier) -> Tier:
-    """The tier without its rule about the device."""
+@contextlib.contextmanager
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tier: Tier) -> Iterator[None]:
+    """The tier takes problems of the CPU, where the stand-in runs them."""
     module = {"cudnn": cudnn, "xqa": xqa}[tier.name]
     basics = tuple(one for one in module._BASICS if one is not module._device)
     monkeypatch.setattr(module, "_BASICS", basics)
-    last = tier.predicates[-1]
-    return dataclasses.replace(tier, predicates=(*basics, last))
+    here = dataclasses.replace(tier, predicates=(*basics, tier.predicates[-1]))
+    _put(here, instead_of=tier)
+    try:
+        yield
+    finally:
+        _put(tier, instead_of=here)
+
+
+def _put(tier: Tier, *, instead_of: Tier) -> None:
+    cascade = tiers._cascades[tier.op]
+    cascade[cascade.index(instead_of)] = tier
+    tiers._changed()

@@ -22,6 +22,8 @@ from torch_attn_tiers import tier as tier_module
 from torch_attn_tiers.options import read_environment
 from torch_attn_tiers.tier import all_names
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 decode = torch.ops.attn_tiers.decode
 
 

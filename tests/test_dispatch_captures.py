@@ -17,6 +17,8 @@ from tests.test_dispatch import Invented
 from torch_attn_tiers import ColdCaptureError, DeviceFacts, dispatch, explain, register_tier
 from torch_attn_tiers.tiers.decode import unfused
 
+pytestmark = pytest.mark.usefixtures("without_libraries")
+
 decode = torch.ops.attn_tiers.decode
 
 

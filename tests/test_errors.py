@@ -675,7 +675,7 @@ unknown_score_mode
 negative_score_mode
   ValueError: decode.qk: qk_matmul_output_mode=-1; it must be 0 (products), 1 (after softcap), 2 (after the mask) or 3 (after softmax)
 unknown_tier
-  ValueError: decode: tier='flesh'; it must be None or one of flash, mea, unfused
+  ValueError: decode: tier='flesh'; it must be None or one of xqa, cudnn, flash, mea, unfused
 """,
     )
 

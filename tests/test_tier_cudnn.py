@@ -36,14 +36,7 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
-    """The tier ahead of flash, as it is."""
-    with register_tier(cudnn.TIER, before="flash"):
-        yield
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch, registered: None) -> None:
+def library(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that works."""
     fake_libraries.install_cudnn(monkeypatch)
 
@@ -52,7 +45,7 @@ def library(monkeypatch: pytest.MonkeyPatch, registered: None) -> None:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The tier runs here, by the stand-in. No lengths in threads: Triton's interpreter has one."""
     fake_libraries.install_cudnn(monkeypatch)
-    with register_tier(fake_libraries.on_a_cpu(monkeypatch, cudnn.TIER), before="flash"):
+    with fake_libraries.on_a_cpu(monkeypatch, cudnn.TIER):
         yield
 
 
@@ -114,9 +107,8 @@ NOT_TAKEN = {
     "softcap": (_half(scalars={"softcap": 50.0}), "softcap"),
     "sinks": (_half(sinks=_meta(32, dtype=torch.float32)), "sinks"),
     "scores": (_half(overload="decode.qk"), "qk_matmul_output"),
-    "window": (_half(scalars={"left_window_size": 1023}), "windows are not verified"),
     "right window": (
-        _half(NO_LENGTHS, scalars={"right_window_size": 7}), "windows are not verified",
+        _half(NO_LENGTHS, scalars={"right_window_size": 7}), "windows with nonpad_kv_seqlen only",
     ),
     "two rows": (_half(Sq=2, scalars={"is_causal": True}), "several query rows (Sq=2)"),
     "top-left causality": (_half(NO_LENGTHS, scalars={"is_causal": True}), "top-left causality"),
@@ -180,7 +172,7 @@ def _verdict() -> str:
     return _reasons(PLAIN.explain(DEVICES["sm_90"]), "cudnn")
 
 
-def test_library_that_is_missing(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "the package nvidia-cudnn-frontend is not installed" == _verdict()
 
@@ -199,16 +191,14 @@ def test_library_that_is_missing(registered: None, monkeypatch: pytest.MonkeyPat
         ("1.32.0", 91002, ""),
     ],
 )
-def test_versions(
-    frontend: str, backend: int, words: str, registered: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions(frontend: str, backend: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_libraries.install_cudnn(monkeypatch, frontend, backend)
     assert words in _verdict() and bool(words) == bool(_verdict())
     assert (PLAIN.explain(DEVICES["sm_90"]).chosen == "cudnn") == (not words)
 
 
 def test_import_that_fails_is_a_reason_said_once(
-    registered: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_libraries.install_cudnn(monkeypatch)
     tries: list[str] = []
@@ -228,7 +218,7 @@ def test_import_that_fails_is_a_reason_said_once(
 
 
 def test_library_is_not_imported_for_what_the_tier_does_not_take(
-    registered: None, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake_libraries.install_cudnn(monkeypatch)
     monkeypatch.setattr("importlib.import_module", lambda name: pytest.fail(f"imports {name}"))
@@ -244,12 +234,6 @@ def test_importing_the_package_imports_no_library() -> None:
         "assert not {'cudnn', 'flashinfer'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_users_notice_nothing_yet() -> None:
-    """The tier is not in the cascade: it has to have run on a GPU first."""
-    names = [verdict.name for verdict in PLAIN.explain(DEVICES["sm_90"]).verdicts]
-    assert names == ["flash", "mea", "unfused"]
 
 
 # -------------------------------------------------------------------------------------- it runs
@@ -294,7 +278,6 @@ def test_graph_says_what_cudnn_wants(runs: None) -> None:
 def test_windows_once_they_are_verified(
     left: int, runs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cudnn, "WINDOWS_VERIFIED", True)
     m = Maker(torch.float16)
     tensors = {**m.qkv(T=32, D=64), "nonpad_kv_seqlen": m.lengths([20, 3])}
     Call(tensors, {"left_window_size": left}).check("cudnn")
@@ -303,11 +286,8 @@ def test_windows_once_they_are_verified(
     assert graph.sdpa_arguments["diagonal_alignment"] == "BOTTOM_RIGHT"
 
 
-def test_windows_that_a_release_has_wrong(
-    registered: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_windows_that_a_release_has_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_libraries.install_cudnn(monkeypatch, backend=91400)
-    monkeypatch.setattr(cudnn, "WINDOWS_VERIFIED", True)
     for T, words in (
         (1024, ""),
         (1040, "windows over more than 1024 keys are wrong in cuDNN 9.14"),

@@ -19,7 +19,7 @@ from tests.conformance.calls import Call, Maker, poisoned_memory
 from tests.fake_libraries import FakeXqa, Faults
 from tests.library_cases import Arrangement, xqa_arrangements
 from tests.test_predicates import DEVICES, NO_LENGTHS, PLAIN, Asked, _meta, _reasons
-from torch_attn_tiers import TierNotEligibleError, explain, register_tier
+from torch_attn_tiers import TierNotEligibleError, explain
 from torch_attn_tiers.tiers.decode import xqa
 
 decode = torch.ops.attn_tiers.decode
@@ -35,14 +35,7 @@ def _fresh() -> Iterator[None]:
 
 
 @pytest.fixture
-def registered() -> Iterator[None]:
-    """The tier ahead of flash, as it is."""
-    with register_tier(xqa.TIER, before="flash"):
-        yield
-
-
-@pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch, registered: None) -> FakeXqa:
+def library(monkeypatch: pytest.MonkeyPatch) -> FakeXqa:
     """A library that works, and a compiler."""
     return fake_libraries.install_xqa(monkeypatch)
 
@@ -51,7 +44,7 @@ def library(monkeypatch: pytest.MonkeyPatch, registered: None) -> FakeXqa:
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeXqa]:
     """The tier runs here, by the stand-in."""
     fake = fake_libraries.install_xqa(monkeypatch)
-    with register_tier(fake_libraries.on_a_cpu(monkeypatch, xqa.TIER), before="flash"):
+    with fake_libraries.on_a_cpu(monkeypatch, xqa.TIER):
         yield fake
 
 
@@ -239,7 +232,7 @@ def test_pages_of_common_layouts_are_as_few_as_can_be() -> None:
 # ------------------------------------------------------------------------- library and compiler
 
 
-def test_library_that_is_missing(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "the package flashinfer-python is not installed" == _verdict(PLAIN)
 
@@ -255,9 +248,7 @@ def test_library_that_is_missing(registered: None, monkeypatch: pytest.MonkeyPat
         ("0.7.2.post1", _but(Hq=128), ""),
     ],
 )
-def test_versions(
-    version: str, asked: Asked, words: str, registered: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions(version: str, asked: Asked, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_libraries.install_xqa(monkeypatch, version)
     reasons = _verdict(_asked_for(asked))
     assert words in reasons and bool(words) == bool(reasons)

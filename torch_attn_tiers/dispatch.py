@@ -12,7 +12,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -542,12 +542,20 @@ def _not_eligible_message(problem: Problem, verdicts: dict[Tier, tuple[str, ...]
     return "\n".join(lines)
 
 
+def _first_of(reasons: Sequence[str]) -> str:
+    more = len(reasons) - 1
+    return f"{reasons[0]} (and {more} more)" if more else reasons[0]
+
+
 def _say(decision: Decision) -> None:
-    """Log a decision, once for each plan: who runs, who does not and why, and by what order."""
+    """Log a decision, once for each plan: who runs, who does not and why, and by what order.
+
+    One reason for each tier is enough for a line; `explain` and records have them all.
+    """
     built = decision.built
     if built.warned if decision.cold else built.said or not log.isEnabledFor(logging.INFO):
         return
-    passed_over = "; ".join(f"{n}: {', '.join(r)}" for n, r in decision.passed_over.items())
+    passed_over = "; ".join(f"{n}: {_first_of(r)}" for n, r in decision.passed_over.items())
     because = f"passed over {passed_over}; " if passed_over else ""
     told = (decision.tier.name, decision.problem.describe(), because, decision.order)
     if decision.cold:

@@ -7,7 +7,6 @@ Build the kernels of `xqa` first, or each test that needs one waits for nvcc:
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
@@ -22,24 +21,13 @@ from tests.conformance.calls import Call, Maker, poisoned_memory, require, same_
 from tests.gpu.capturing import capture
 from tests.library_cases import Arrangement, cudnn_arrangements, xqa_arrangements
 from tests.tolerances import assert_close
-from torch_attn_tiers import ColdCaptureError, register_tier
-from torch_attn_tiers.tier import tier_names
+from torch_attn_tiers import ColdCaptureError
 from torch_attn_tiers.tiers.decode import cudnn, xqa
 
 MakeMaker = Callable[..., Maker]
 Must = frozenset[str]
 both = pytest.mark.parametrize("tier", ["cudnn", "xqa"])
 HALVES = (torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _registered() -> Iterator[None]:
-    """The two ahead of flash, for as long as they are not in the cascade themselves."""
-    with contextlib.ExitStack() as stack:
-        for tier, before in ((cudnn.TIER, "flash"), (xqa.TIER, "cudnn")):
-            if tier.name not in tier_names("decode"):
-                stack.enter_context(register_tier(tier, before=before))
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -185,11 +173,8 @@ def test_calls_that_differ_in_one_fact_do_not_share_a_plan(
 @pytest.mark.parametrize("heads", [(8, 2), (8, 8), (8, 1)], ids=str)
 @pytest.mark.parametrize("left", [0, 1, 63, 255, 1300])
 def test_cudnn_windows(
-    left: int, heads: tuple[int, int], tier: str, maker: MakeMaker, must_run: Must,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """What WINDOWS_VERIFIED waits for."""
-    monkeypatch.setattr(cudnn, "WINDOWS_VERIFIED", True)
+    left: int, heads: tuple[int, int], tier: str, maker: MakeMaker, must_run: Must
+) -> None:
     m = maker(torch.bfloat16)
     for T, lengths in ((512, [512, 1, 0, 300]), (2048, [2048, 256, 1301, 64])):
         for size in (64, 128, 256):

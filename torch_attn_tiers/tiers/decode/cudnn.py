@@ -32,8 +32,6 @@ _OLDEST_BACKEND = (9, 3, 0)
 #: Releases whose attention is unusable.
 _BAD_BACKENDS = ((9, 10, 0), (9, 10, 1))
 _MAX_HEAD_SIZE = 256
-#: Whether windows have passed their tests on a GPU (tests/gpu/test_library_tiers.py).
-WINDOWS_VERIFIED = False
 #: A release whose windows are wrong for more keys than that.
 _BAD_WINDOWS, _BAD_WINDOWS_FROM = (9, 14, 0), 1024
 #: Tensors of the graph.
@@ -67,8 +65,6 @@ def _features(problem: DecodeProblem) -> str | None:
 def _windows(problem: DecodeProblem) -> str | None:
     if problem.left_window < 0 and problem.right_window < 0:
         return None
-    if not WINDOWS_VERIFIED:
-        return "windows are not verified"
     if problem.lengths_dtype is None:
         return "takes windows with nonpad_kv_seqlen only"
     return None
