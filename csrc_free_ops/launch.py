@@ -10,6 +10,8 @@ import torch
 import triton
 from triton.runtime import driver
 
+from csrc_free_ops.facts import DeviceFacts
+
 
 class Pointer(NamedTuple):
     """What the compiler knows of a tensor argument."""
@@ -130,6 +132,27 @@ class Launch:
             options = {n: options[n] for n in ("num_warps", "num_stages") if n in options}
         source = triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=target, options=options)
+
+
+class LaunchPlan:
+    """One launch of one problem on one device. Safe to share between threads; holds no tensor."""
+
+    def __init__(self, device: DeviceFacts, launch: Launch) -> None:
+        self.device = device
+        self.launch = launch
+        #: What the kernel is compiled and loaded for.
+        self.specialization = (device.index, launch.specialization)
+
+    def is_compiled(self) -> bool:
+        """Whether a run needs no compiler and no module load."""
+        if self.device.interpret or self.launch.grid[0] == 0:
+            return True
+        return self.launch.is_compiled(self.device.index)
+
+    def compile(self) -> None:
+        """Compiles and loads the kernel; launches nothing. Not for use inside a capture."""
+        if not self.device.interpret and self.launch.grid[0]:
+            self.launch.compile(self.device.index)
 
 
 def _scalar_type(value: int | float, specialized: bool) -> tuple[str, bool]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from csrc_free_ops.facts import DeviceFacts, TensorFacts
 from csrc_free_ops.gdn.gates import gates_kernel
 from csrc_free_ops.gdn.recurrent import recurrent_kernel
-from csrc_free_ops.launch import Launch
+from csrc_free_ops.launch import Launch, LaunchPlan
 
 _GATES_BLOCK = 256
 
@@ -130,28 +130,7 @@ def _options(config: RecurrentConfig, device: DeviceFacts, has_pdl: bool) -> dic
     return options
 
 
-class _Plan:
-    """One launch of one problem. Safe to share between threads; holds no tensor."""
-
-    def __init__(self, device: DeviceFacts, launch: Launch) -> None:
-        self.device = device
-        self.launch = launch
-        #: What the kernel is compiled and loaded for.
-        self.specialization = (device.index, launch.specialization)
-
-    def is_compiled(self) -> bool:
-        """Whether a run needs no compiler and no module load."""
-        if self.device.interpret or self.launch.grid[0] == 0:
-            return True
-        return self.launch.is_compiled(self.device.index)
-
-    def compile(self) -> None:
-        """Compiles and loads the kernel; launches nothing. Not for use inside a capture."""
-        if not self.device.interpret and self.launch.grid[0]:
-            self.launch.compile(self.device.index)
-
-
-class GdnDecodePlan(_Plan):
+class GdnDecodePlan(LaunchPlan):
     """A launch of the recurrent step."""
 
     def run(
@@ -214,7 +193,7 @@ def plan_gdn_gates(
     return GdnGatesPlan(device, launch)
 
 
-class GdnGatesPlan(_Plan):
+class GdnGatesPlan(LaunchPlan):
     """A launch of the gates."""
 
     def run(

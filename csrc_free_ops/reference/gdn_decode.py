@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from csrc_free_ops.reference.gdn import l2norm
+from csrc_free_ops.reference.state_pool import in_pool, read_states, write_states
 
 
 def gdn_gates(
@@ -77,28 +78,18 @@ def gdn_decode(
         o = scale * (S * q[:, t, :, None, :]).sum(-1)
         out[:, t] = o if idle is None else torch.where(idle[:, None, None], 0.0, o)
         if write_indices is not None and write_each:
-            _write(new_state, write_indices[:, t], S)
+            write_states(new_state, write_indices[:, t], S)
     if write_indices is None:
         new_state.copy_(S)
     elif not write_each:
-        _write(new_state, write_indices, S)
-
-
-def in_pool(indices: Tensor, P: int) -> Tensor:
-    """Which indices name a state of the pool."""
-    return (indices >= 0) & (indices < P)
+        write_states(new_state, write_indices, S)
 
 
 def _initial(state: Tensor, indices: Tensor | None) -> Tensor:
     """The states ``[B,Hv,V,K]`` to start from, in float32."""
     if indices is None:
         return state.float()
-    P = state.shape[0]
-    if P == 0:
-        return state.new_zeros(indices.shape[0], *state.shape[1:], dtype=torch.float32)
-    known = in_pool(indices, P)
-    rows = state.index_select(0, torch.where(known, indices, 0)).float()
-    return torch.where(known[:, None, None, None], rows, 0.0)
+    return read_states(state, indices)
 
 
 def _idle(state: Tensor, reads: Tensor | None, writes: Tensor | None) -> Tensor | None:
@@ -108,21 +99,3 @@ def _idle(state: Tensor, reads: Tensor | None, writes: Tensor | None) -> Tensor 
     P = state.shape[0]
     written = in_pool(writes, P)
     return ~(in_pool(reads, P) | (written.any(1) if written.dim() == 2 else written))
-
-
-def _write(pool: Tensor, indices: Tensor, S: Tensor) -> None:
-    """``pool[indices[b]] = S[b]`` for the rows whose index names a state of the pool.
-
-    The other rows repeat what one of them writes, or if there is none, what the pool holds: which
-    rows there are is not known on the host.
-    """
-    P, B = pool.shape[0], S.shape[0]
-    if P == 0 or B == 0:
-        return
-    known = in_pool(indices, P)
-    one = known.long().argmax().view(1)
-    none = ~known.any()
-    indices = torch.where(known, indices, torch.where(none, 0, indices.index_select(0, one)))
-    held = torch.where(none, pool[:1], S.index_select(0, one).to(pool.dtype))
-    known = known[:, None, None, None]
-    pool.index_copy_(0, indices.long(), torch.where(known, S.to(pool.dtype), held))

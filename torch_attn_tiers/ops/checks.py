@@ -47,6 +47,33 @@ def require_same_device(op: str, **tensors: Tensor | None) -> None:
             )
 
 
+def require_shape(
+    op: str, name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str
+) -> None:
+    """``ValueError`` unless ``tensor`` has the shape ``expected``, which ``meaning`` explains."""
+    if all(type(size) is int for size in (*tensor.shape, *expected)) and tensor.shape == expected:
+        return  # no symbols to be bound: a call over new sizes need not pay for the text
+    text = f"{op}: {name} has shape {shape_of(tensor)}; it must be {shape_of(expected)}, {meaning}"
+    require(tensor.dim() == len(expected), text)
+    for size, wanted in zip(tensor.shape, expected):
+        require(size == wanted, text)
+
+
+def require_writable(op: str, name: str, tensor: Tensor) -> None:
+    """``ValueError`` unless each element of ``tensor`` is a place in memory of its own."""
+    require(
+        not tensor.is_conj() and not tensor.is_neg(),
+        f"{op}: {name} is a conjugate or negative view, which is not written through: write into "
+        "the tensor that it is a view of",
+    )
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        require(
+            not (isinstance(stride, int) and stride == 0) or size <= 1,
+            f"{op}: {name} is an expanded tensor (stride 0); several of its elements are one place "
+            "in memory, write into a contiguous copy",
+        )
+
+
 def shape_of(tensor: Tensor | Sequence[object]) -> str:
     """The shape as in ``(2, 3)``, whether its sizes are numbers or symbols."""
     sizes = tensor.shape if isinstance(tensor, Tensor) else tensor

@@ -67,6 +67,7 @@ from torch_attn_tiers.ops.checks import (
     require,
     require_dense,
     require_same_device,
+    require_shape,
     require_type,
     shape_of,
 )
@@ -209,10 +210,10 @@ def _check_shapes(
     require(v.dim() == 4, f"{op}: v has shape {shape_of(v)}; it must be [1,T,Hv,V] or [B,T,Hv,V]")
     B, T, Hq, K = q.shape
     Hv, V = v.shape[2:]
-    _check_shape(op, "k", k, (B, T, Hq, K), "that of q")
-    _check_shape(op, "v", v, (B, T, Hv, V), "[B,T,Hv,V] with B and T of q")
-    _check_shape(op, "g", g, (B, T, Hv), "[B,T,Hv], one gate for each head of v")
-    _check_shape(op, "beta", beta, (B, T, Hv), "[B,T,Hv], one for each head of v")
+    require_shape(op, "k", k, (B, T, Hq, K), "that of q")
+    require_shape(op, "v", v, (B, T, Hv, V), "[B,T,Hv,V] with B and T of q")
+    require_shape(op, "g", g, (B, T, Hv), "[B,T,Hv], one gate for each head of v")
+    require_shape(op, "beta", beta, (B, T, Hv), "[B,T,Hv], one for each head of v")
     require(Hq >= 1 and Hv >= 1, f"{op}: q has {Hq} heads and v {Hv}; each must be at least 1")
     require(
         Hv % Hq == 0,
@@ -241,19 +242,8 @@ def _check_shapes(
         first = scalars.state_v_first
         axes = f"[N,Hv,V,K] (state_v_first={first})" if first else "[N,Hv,K,V]"
         sizes = (V, K) if first else (K, V)
-        _check_shape(op, "initial_state", initial_state, (N, Hv, *sizes), axes)
+        require_shape(op, "initial_state", initial_state, (N, Hv, *sizes), axes)
     return B, T, N, Hq, Hv, K, V
-
-
-def _check_shape(
-    op: str, name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str
-) -> None:
-    if all(type(size) is int for size in (*tensor.shape, *expected)) and tensor.shape == expected:
-        return  # no symbols to be bound: a call over new lengths need not pay for the text
-    text = f"{op}: {name} has shape {shape_of(tensor)}; it must be {shape_of(expected)}, {meaning}"
-    require(tensor.dim() == len(expected), text)
-    for size, wanted in zip(tensor.shape, expected):
-        require(size == wanted, text)
 
 
 def _check_scalars(op: str, scalars: Scalars) -> None:

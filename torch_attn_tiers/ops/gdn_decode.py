@@ -71,7 +71,9 @@ from torch_attn_tiers.ops.checks import (
     require,
     require_dense,
     require_same_device,
+    require_shape,
     require_type,
+    require_writable,
     shape_of,
 )
 from torch_attn_tiers.ops.registration import define, forbid_grad, mark_written
@@ -139,7 +141,7 @@ def _check(op: str, tensors: Tensors, scalars: Scalars) -> None:
     _check_dtypes(op, named)
     _check_shapes(op, named, scalars)
     if op != OP:
-        _check_writable(op, tensors.state)
+        require_writable(op, "state", tensors.state)
     scale = scalars.scale
     require(
         scale is None or -math.inf < scale < math.inf,
@@ -194,10 +196,10 @@ def _check_shapes(op: str, named: dict[str, Any], scalars: Scalars) -> None:
         f"{op}: q has {Sq} tokens in each row; it must have 1 to {MAX_TOKENS} "
         "(gdn_chunk_prefill takes more)",
     )
-    _check_shape(op, "k", named["k"], (B, Sq, Hq, K), "that of q")
-    _check_shape(op, "v", v, (B, Sq, Hv, V), "[B,Sq,Hv,V] with B and Sq of q")
+    require_shape(op, "k", named["k"], (B, Sq, Hq, K), "that of q")
+    require_shape(op, "v", v, (B, Sq, Hv, V), "[B,Sq,Hv,V] with B and Sq of q")
     for name in ("a", "b") if op == RAW else ("g", "beta"):
-        _check_shape(op, name, named[name], (B, Sq, Hv), "[B,Sq,Hv], one for each head of v")
+        require_shape(op, name, named[name], (B, Sq, Hv), "[B,Sq,Hv], one for each head of v")
     require(Hq >= 1 and Hv >= 1, f"{op}: q has {Hq} heads and v {Hv}; each must be at least 1")
     require(
         Hv % Hq == 0,
@@ -210,13 +212,13 @@ def _check_shapes(op: str, named: dict[str, Any], scalars: Scalars) -> None:
         )
     for name in ("A_log", "dt_bias"):
         if name in named:
-            _check_shape(op, name, named[name], (Hv,), "[Hv], one for each head of v")
+            require_shape(op, name, named[name], (Hv,), "[Hv], one for each head of v")
     reads, writes = named["read_indices"], named["write_indices"]
     first = scalars.state_v_first
     axes = f"Hv,V,K] (state_v_first={first})" if first else "Hv,K,V]"
     sizes = (Hv, V, K) if first else (Hv, K, V)
     if reads is None and writes is None:
-        _check_shape(op, "state", state, (B, *sizes), f"[B,{axes}")
+        require_shape(op, "state", state, (B, *sizes), f"[B,{axes}")
         return
     require(
         reads is not None,
@@ -224,38 +226,13 @@ def _check_shapes(op: str, named: dict[str, Any], scalars: Scalars) -> None:
         "give read_indices too (negative ones start from zero)",
     )
     require(state.dim() == 4, f"{op}: state has shape {shape_of(state)}; it must be [P,{axes}")
-    _check_shape(op, "state", state, (state.shape[0], *sizes), f"a pool [P,{axes}")
-    _check_shape(op, "read_indices", reads, (B,), "[B], one for each row")
+    require_shape(op, "state", state, (state.shape[0], *sizes), f"a pool [P,{axes}")
+    require_shape(op, "read_indices", reads, (B,), "[B], one for each row")
     if writes is not None:
         each = writes.dim() == 2
         expected = (B, Sq) if each else (B,)
         meaning = "[B] or [B,Sq], one for each row or for each token"
-        _check_shape(op, "write_indices", writes, expected, meaning)
-
-
-def _check_shape(
-    op: str, name: str, tensor: Tensor, expected: tuple[int, ...], meaning: str
-) -> None:
-    if all(type(size) is int for size in (*tensor.shape, *expected)) and tensor.shape == expected:
-        return  # no symbols to be bound: a call over new sizes need not pay for the text
-    text = f"{op}: {name} has shape {shape_of(tensor)}; it must be {shape_of(expected)}, {meaning}"
-    require(tensor.dim() == len(expected), text)
-    for size, wanted in zip(tensor.shape, expected):
-        require(size == wanted, text)
-
-
-def _check_writable(op: str, state: Tensor) -> None:
-    require(
-        not state.is_conj() and not state.is_neg(),
-        f"{op}: state is a conjugate or negative view, which is not written through: write into "
-        "the tensor that it is a view of",
-    )
-    for size, stride in zip(state.shape, state.stride()):
-        require(
-            not (isinstance(stride, int) and stride == 0) or size <= 1,
-            f"{op}: state is an expanded tensor (stride 0); several of its elements are one place "
-            "in memory, write into a contiguous copy",
-        )
+        require_shape(op, "write_indices", writes, expected, meaning)
 
 
 def _check_values(decision: Decision, tensors: Tensors) -> None:
