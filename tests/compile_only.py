@@ -274,12 +274,38 @@ def gdn_decode(name: str) -> Iterator[tuple[str, int]]:
     yield "gates", gates.launch.compile_for(gpu).metadata.shared
 
 
+def checkpoints(name: str) -> Iterator[tuple[str, int]]:
+    """(name, bytes of shared memory) of the kernel that copies checkpoints into a pool."""
+    from csrc_free_ops.gdn.checkpoints import plan_checkpoints
+
+    target = TARGETS[name]
+    row, flag = (contiguous_facts((4,), dtype) for dtype in (torch.int64, torch.bool))
+    for pool_dtype, h_dtype, K, V, k_first, has_final in (
+        (torch.float32, torch.float32, 128, 128, False, True),
+        (torch.bfloat16, torch.float32, 128, 128, True, True),
+        (torch.bfloat16, torch.bfloat16, 96, 40, False, False),
+        (torch.float16, torch.bfloat16, 256, 256, True, True),
+    ):
+        pool = contiguous_facts((100, 32, K, V), pool_dtype)
+        h, final = (
+            contiguous_facts((n, 32, K, V), dtype)._replace(stride=(32 * K * V, K * V, 1, K))
+            for n, dtype in ((64, h_dtype), (4, torch.float32))
+        )
+        if not k_first:
+            pool = pool._replace(stride=h.stride)
+        last = (final, flag) if has_final else (None, None)
+        plan = plan_checkpoints(pool, row, h, row, flag, *last, target.device(name))
+        what = f"{h_dtype} into {pool_dtype}, K={K}, V={V}, K-first {k_first}, final {has_final}"
+        yield what, plan.launch.compile_for(_gpu_target(target)).metadata.shared
+
+
 KERNELS = {
     "decode": decode,
     "cache": cache,
     "lengths": lengths,
     "gdn": gdn,
     "gdn_decode": gdn_decode,
+    "checkpoints": checkpoints,
 }
 
 

@@ -296,6 +296,7 @@ STRANGE: dict[str, Callable[[], torch.Tensor | None]] = {
 }
 _PLAIN = _zeros(2, 2, 5, 4)
 _GATES, _STATE = _zeros(2, 2, 5), _zeros(2, 5, 4, 4)
+_ROWS = torch.zeros(2, dtype=torch.int64)
 STRANGE_CALLS: dict[str, dict[str, torch.Tensor]] = {
     "decode": dict(query=_PLAIN, key=_PLAIN, value=_PLAIN),
     "decode.present": dict(query=_PLAIN, key=_PLAIN, value=_PLAIN),
@@ -311,6 +312,9 @@ STRANGE_CALLS: dict[str, dict[str, torch.Tensor]] = {
         state=_STATE,
     ),
     "gdn_gates": dict(a=_GATES, b=_GATES, A_log=_zeros(5), dt_bias=_zeros(5)),
+    "scatter_checkpoints_": dict(
+        pool=_STATE, dst=_ROWS, h=_STATE.clone(), h_src=_ROWS, track_mask=_ROWS > 0
+    ),
 }  # fmt: skip
 
 
@@ -391,6 +395,7 @@ def test_explain_and_prepare_refuse_gradients_too(ask: Callable[..., Any]) -> No
         "gdn_decode": (plain, plain, weight, _GATES, _GATES, _STATE),
         "gdn_decode_": (weight, plain, plain, _GATES, _GATES, _STATE),
         "gdn_gates": (weight, weight, _zeros(4), _zeros(4)),
+        "scatter_checkpoints_": (plain, _ROWS, weight, _ROWS, _ROWS > 0),
     }.items():
         with pytest.raises(RuntimeError, match=f"attn_tiers::{call} is inference-only"):
             ask(call, *args)

@@ -4,7 +4,7 @@ Importing the package registers the operators. See :mod:`torch_attn_tiers.ops` f
 """
 
 from csrc_free_ops.facts import DeviceFacts
-from torch_attn_tiers import ops, tiers
+from torch_attn_tiers import checkpoints, ops, tiers
 from torch_attn_tiers.dispatch import (
     DispatchRecord,
     Explanation,
@@ -23,6 +23,7 @@ from torch_attn_tiers.gdn import (
 )
 from torch_attn_tiers.options import options, read_environment
 from torch_attn_tiers.problem import (
+    CheckpointProblem,
     DecodeProblem,
     GdnDecodeProblem,
     GdnGatesProblem,
@@ -33,6 +34,7 @@ from torch_attn_tiers.tier import Tier, all_names, register_tier
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "CheckpointProblem",
     "ColdCaptureError",
     "DecodeProblem",
     "DeviceFacts",
@@ -47,6 +49,7 @@ __all__ = [
     "Tier",
     "TierNotEligibleError",
     "TierVerdict",
+    "checkpoints",
     "explain",
     "gdn_chunk_prefill",
     "ops",

@@ -326,6 +326,30 @@ class GdnGatesProblem(Problem):
         return f"{self.call} {dtype_name(self.a.dtype)} tokens={tokens} Hv={Hv} on {self.device}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class CheckpointProblem(Problem):
+    """One ``scatter_checkpoints_`` call. All states have their last two axes in one order."""
+
+    op: str = "scatter_checkpoints_"
+    pool: TensorFacts  # [P,Hv,K,V]
+    dst: TensorFacts  # [N]
+    h: TensorFacts  # [R,Hv,K,V]
+    h_src: TensorFacts  # [N]
+    track_mask: TensorFacts  # [N]
+    final_state: TensorFacts | None  # [N,Hv,K,V]
+    final_mask: TensorFacts | None  # [N]
+
+    def describe(self) -> str:
+        """The problem on one line."""
+        words = [
+            f"{self.call} {dtype_name(self.h.dtype)} into {dtype_name(self.pool.dtype)}",
+            f"N={self.dst.shape[0]} R={self.h.shape[0]} pool={tuple(self.pool.shape)}",
+        ]
+        if self.final_state is not None:
+            words.append("final_state")
+        return " ".join(words) + f" on {self.device}"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``"float16"`` for ``torch.float16``."""
     return str(dtype).removeprefix("torch.")

@@ -1,5 +1,6 @@
 """The meaning of each operator in plain PyTorch, written to be read. Runs on every device."""
 
+from csrc_free_ops.reference.checkpoints import scatter_checkpoints
 from csrc_free_ops.reference.decode import decode, decode_batch_invariant, visible_keys
 from csrc_free_ops.reference.gdn import gdn_chunk_prefill, gdn_recurrence
 from csrc_free_ops.reference.gdn_decode import gdn_decode, gdn_gates
@@ -13,6 +14,7 @@ __all__ = [
     "gdn_gates",
     "gdn_recurrence",
     "kv_scatter",
+    "scatter_checkpoints",
     "tensor_scatter",
     "visible_keys",
 ]
