@@ -129,8 +129,8 @@ def _heads(problem: DecodeProblem) -> str | None:
         return f"takes {_words(_GROUPS)} query heads for each KV head, not {problem.G}"
     if problem.D == 64 and problem.query.dtype == torch.bfloat16:
         return (
-            "in bfloat16 with head size 64 rows are off by up to 6.6e-3 of their norm; 5e-3 is what "
-            "a tier may be"
+            "in bfloat16 with head size 64 rows are off by up to 6.6e-3 of their norm, 5e-3 being "
+            "what a tier may be"
         )
     if problem.G > 8 and FLASHINFER.version and FLASHINFER.version < _MENDED:
         return "groups of more than 8 are wrong in some releases before flashinfer-python 0.6.17"
