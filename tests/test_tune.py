@@ -332,7 +332,7 @@ def test_run_writes_repeats_and_the_table_that_calls_then_follow(
     tensors, scalars = POINTS[0].call()
     explanation = explain("decode", *tensors, device="cpu", **scalars)
     assert explanation.order.startswith("measured, cpu.json: ")
-    assert [v.name for v in explanation.verdicts[:3]] == ["a", "b", "c"]
+    assert [v.name for v in explanation.verdicts if v.name in "abc"] == ["a", "b", "c"]
 
 
 def test_slow_first_of_the_cascade_is_no_longer_first(
