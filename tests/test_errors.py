@@ -305,6 +305,9 @@ STRANGE_CALLS: dict[str, dict[str, torch.Tensor]] = {
         key_cache=_PLAIN, value_cache=_PLAIN.clone(), key=_PLAIN.clone(), value=_PLAIN.clone()
     ),
     "gdn_chunk_prefill": dict(q=_PLAIN, k=_PLAIN, v=_PLAIN, g=_GATES, beta=_GATES),
+    "gdn_chunk_prefill.pool_": dict(
+        q=_PLAIN, k=_PLAIN, v=_PLAIN, g=_GATES, beta=_GATES, pool=_STATE, read_indices=_ROWS
+    ),
     "gdn_decode": dict(q=_PLAIN, k=_PLAIN, v=_PLAIN, g=_GATES, beta=_GATES, state=_STATE),
     "gdn_decode_": dict(q=_PLAIN, k=_PLAIN, v=_PLAIN, g=_GATES, beta=_GATES, state=_STATE),
     "gdn_decode_.raw": dict(
@@ -392,6 +395,7 @@ def test_explain_and_prepare_refuse_gradients_too(ask: Callable[..., Any]) -> No
         "tensor_scatter_": (plain, weight),
         "kv_scatter_": (plain, plain.clone(), weight, weight),
         "gdn_chunk_prefill": (plain, plain, weight, _GATES, _GATES),
+        "gdn_chunk_prefill.pool_": (plain, plain, weight, _GATES, _GATES, _STATE, _ROWS),
         "gdn_decode": (plain, plain, weight, _GATES, _GATES, _STATE),
         "gdn_decode_": (weight, plain, plain, _GATES, _GATES, _STATE),
         "gdn_gates": (weight, weight, _zeros(4), _zeros(4)),

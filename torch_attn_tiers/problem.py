@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,12 +168,23 @@ class DecodeProblem(Problem):
         return None
 
 
+class PoolIndices(NamedTuple):
+    """Dtypes of the index tensors ``[N]`` of a ``gdn_chunk_prefill.pool_`` call, int32 or int64."""
+
+    read: torch.dtype
+    write: torch.dtype
+    #: Both None if no state inside a sequence is kept.
+    track_lens: torch.dtype | None
+    track_indices: torch.dtype | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class GdnProblem(Problem):
     """One ``gdn_chunk_prefill`` call, in canonical form.
 
     States and checkpoints are described V-first, as they lie in memory, whichever way the call asks
-    for them, and the default scale is filled in.
+    for them, and the default scale is filled in. Of ``pool_`` the initial state is the pool, which
+    the last states go to as well, and write indices that are not given are the read indices.
     """
 
     op: str = "gdn_chunk_prefill"
@@ -182,7 +193,7 @@ class GdnProblem(Problem):
     v: TensorFacts  # [B,T,Hv,V]
     g: TensorFacts  # [B,T,Hv]
     beta: TensorFacts
-    initial_state: TensorFacts | None  # [N,Hv,V,K]
+    initial_state: TensorFacts | None  # [N,Hv,V,K]; with a pool [P,Hv,V,K]
     #: int32 or int64; None if each row of the batch is a sequence.
     cu_seqlens_dtype: torch.dtype | None
     N: int
@@ -194,6 +205,8 @@ class GdnProblem(Problem):
     #: Rows of ``h``: states beyond are dropped.
     h_rows: int = 0
     h_dtype: torch.dtype | None = None
+    #: The states are those of a pool, read and written by index.
+    pool: PoolIndices | None = None
     batch_invariant: bool
     #: How the caller sees states. No tier needs to know.
     state_v_first: bool = field(default=False, compare=False)
@@ -233,8 +246,14 @@ class GdnProblem(Problem):
         ]
         if self.h_layout is not None and self.h_dtype is not None:
             words.append(f"h={self.h_layout},{dtype_name(self.h_dtype)},{self.h_rows}")
-        if self.initial_state is not None:
+        if self.initial_state is not None and self.pool is None:
             words.append(f"initial_state={dtype_name(self.initial_state.dtype)}")
+        elif self.initial_state is not None and self.pool is not None:
+            words.append(
+                f"pool={dtype_name(self.initial_state.dtype)},{self.initial_state.shape[0]}"
+            )
+            if self.pool.track_lens is not None:
+                words.append("tracked")
         if self.cu_seqlens_dtype is not None:
             words.append(f"cu_seqlens={dtype_name(self.cu_seqlens_dtype)}")
         if not self.output_final_state:

@@ -2,7 +2,11 @@
 
 from csrc_free_ops.reference.checkpoints import scatter_checkpoints
 from csrc_free_ops.reference.decode import decode, decode_batch_invariant, visible_keys
-from csrc_free_ops.reference.gdn import gdn_chunk_prefill, gdn_recurrence
+from csrc_free_ops.reference.gdn import (
+    gdn_chunk_prefill,
+    gdn_chunk_prefill_pool,
+    gdn_recurrence,
+)
 from csrc_free_ops.reference.gdn_decode import gdn_decode, gdn_gates
 from csrc_free_ops.reference.tensor_scatter import kv_scatter, tensor_scatter
 
@@ -10,6 +14,7 @@ __all__ = [
     "decode",
     "decode_batch_invariant",
     "gdn_chunk_prefill",
+    "gdn_chunk_prefill_pool",
     "gdn_decode",
     "gdn_gates",
     "gdn_recurrence",

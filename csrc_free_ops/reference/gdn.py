@@ -11,12 +11,14 @@ can be captured into a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from csrc_free_ops.autocast import without_autocast
+from csrc_free_ops.reference.state_pool import read_states, write_states
 
 #: Tokens of a chunk: the distance of checkpoints.
 CHUNK = 64
@@ -98,27 +100,109 @@ def gdn_chunk_prefill(
             after the r-th complete one ("compact"). Rows beyond are left, states beyond dropped.
         h_cu_starts: ``[N+1]``, first row of each sequence in the compact layout.
     """
-    B, T, Hq, K = q.shape
-    Hv, V = v.shape[2:]
-    device, dtype = q.device, torch.promote_types(q.dtype, torch.float32)
-    if cu_seqlens is None:
-        cu_seqlens, N = torch.arange(B + 1, device=device) * T, B
-        chunks = B * -(-T // CHUNK)
-    else:
-        N = cu_seqlens.shape[0] - 1
-        chunks = chunk_bound(T, N)
-    cu_seqlens = cu_seqlens.to(torch.int64).clamp(0, B * T)
+    bounds, chunks = _bounds(cu_seqlens, q)
     if h_cu_starts is not None:
-        h_cu_starts.copy_(compact_starts(cu_seqlens))
-    out.zero_()
-    if N == 0:
-        return
-    of = chunk_map(cu_seqlens, chunks)
-
-    q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
-    states = q.new_zeros(N, Hv, V, K, dtype=dtype)  # of each sequence, so far
+        h_cu_starts.copy_(compact_starts(bounds))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    states = q.new_zeros(bounds.shape[0] - 1, *v.shape[2:], q.shape[3], dtype=dtype)
     if initial_state is not None:
         states.copy_(initial_state)
+
+    def keep(c: int, of: ChunkMap, before: Tensor, after: Tensor) -> None:
+        if h is not None and h_layout == "fla":
+            _write_row(h, torch.arange(c, c + 1, device=h.device), of.exists[c : c + 1], before)
+        elif h is not None:
+            _write_row(h, of.compact_row[c : c + 1], of.complete[c : c + 1], after)
+
+    _prefill(q, k, v, g, beta, states, bounds, chunks, out, scale, qk_l2norm, keep)
+    if final_state is not None:
+        final_state.copy_(states)
+
+
+@without_autocast
+def gdn_chunk_prefill_pool(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    pool: Tensor,
+    read_indices: Tensor,
+    write_indices: Tensor,
+    track_lens: Tensor | None,
+    track_indices: Tensor | None,
+    cu_seqlens: Tensor | None,
+    out: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool = False,
+) -> None:
+    """Writes the outputs, and into the pool the last states and one state inside each sequence.
+
+    Args:
+        q, k, v, g, beta, cu_seqlens, out: as of :func:`gdn_chunk_prefill`.
+        pool: ``[P,Hv,V,K]``, states V-first.
+        read_indices: ``[N]``, the state that a sequence starts from; zero if it is none of the
+            pool's.
+        write_indices: ``[N]``, where its last state goes; nowhere if that is none of the pool's.
+        track_lens, track_indices: ``[N]``: the state after so many of its tokens goes there too,
+            if it is one that a chunk ends with.
+    """
+    bounds, chunks = _bounds(cu_seqlens, q)
+    states = read_states(pool, read_indices)
+    tracked = torch.empty_like(states)
+
+    def keep(c: int, of: ChunkMap, before: Tensor, after: Tensor) -> None:
+        if track_lens is not None:
+            at = of.sequence[c : c + 1]
+            tokens = torch.minimum(of.first[c] + CHUNK, of.end[c]) - bounds[at]
+            _write_row(tracked, at, of.exists[c] & (tokens == track_lens[at]), after)
+
+    _prefill(q, k, v, g, beta, states, bounds, chunks, out, scale, qk_l2norm, keep)
+    if track_lens is not None and track_indices is not None:
+        lengths = _lengths(bounds)
+        ends_chunk = (track_lens % CHUNK == 0) | (track_lens == lengths)
+        wanted = (track_lens > 0) & (track_lens <= lengths) & ends_chunk
+        write_states(pool, torch.where(wanted, track_indices, -1), tracked)
+    write_states(pool, write_indices, states)  # after the others: the last state stays
+
+
+def _bounds(cu_seqlens: Tensor | None, q: Tensor) -> tuple[Tensor, int]:
+    """Where the sequences begin, ``[N+1]`` within the flat tokens, and the most chunks they have.
+
+    ``q`` is ``[B,T,Hq,K]``.
+    """
+    B, T = q.shape[:2]
+    if cu_seqlens is None:
+        return torch.arange(B + 1, device=q.device) * T, B * -(-T // CHUNK)
+    return cu_seqlens.to(torch.int64).clamp(0, B * T), chunk_bound(T, cu_seqlens.shape[0] - 1)
+
+
+def _prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    bounds: Tensor,
+    chunks: int,
+    out: Tensor,
+    scale: float,
+    qk_l2norm: bool,
+    keep: Callable[[int, ChunkMap, Tensor, Tensor], None],
+) -> None:
+    """Writes the outputs, and takes ``states [N,Hv,V,K]`` from the first ones to the last.
+
+    ``keep`` is shown the states ``[Hv,K,V]`` before and after each chunk.
+    """
+    Hq, (Hv, V), device, dtype = q.shape[2], v.shape[2:], q.device, states.dtype
+    out.zero_()
+    if states.shape[0] == 0:
+        return
+    of = chunk_map(bounds, chunks)
+
+    q, k, v, g, beta = (x.flatten(0, 1) for x in (q, k, v, g, beta))
     rows = q.new_zeros(chunks * CHUNK, Hv, V)
     for c in range(chunks):
         at = of.sequence[c : c + 1]  # not a number: that would be read by the host
@@ -137,15 +221,10 @@ def gdn_chunk_prefill(
         # A chunk of no sequence is all zeros and leaves the state as it is.
         states.index_copy_(0, at, after.transpose(1, 2)[None])
         rows[c * CHUNK : (c + 1) * CHUNK] = output.transpose(0, 1)
-        if h is not None and h_layout == "fla":
-            _write_row(h, torch.arange(c, c + 1, device=device), of.exists[c : c + 1], before)
-        elif h is not None:
-            _write_row(h, of.compact_row[c : c + 1], of.complete[c : c + 1], after)
+        keep(c, of, before, after)
 
-    if final_state is not None:
-        final_state.copy_(states)
     if chunks:
-        _gather_tokens(out, rows, cu_seqlens, of)
+        _gather_tokens(out, rows, bounds, of)
 
 
 def gdn_chunk(

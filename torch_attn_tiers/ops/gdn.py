@@ -6,6 +6,8 @@ overload        returns
 default         ``(out, final_state)``
 ``h_fla``       ``(out, final_state, h)``: also the state before each chunk of 64 tokens
 ``h_compact``   ``(out, final_state, h, h_cu_starts)``: the state after each complete chunk
+``pool_``       ``out``; states come from a pool and go to it, see
+                :mod:`gdn_pool <torch_attn_tiers.ops.gdn_pool>`
 ==============  ===========================================================================
 
 Each value head has a state ``S [K,V]``. A token makes ``S <- exp(g) S``, ``d = beta (v - Sᵀk)``,
@@ -81,8 +83,8 @@ OP = "gdn_chunk_prefill"
 C = 64
 MAX_HEAD_SIZE = 256
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_FLOAT_NAMES = "float16, bfloat16 or float32"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_NAMES = "float16, bfloat16 or float32"
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, "
@@ -160,7 +162,7 @@ def _bind(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tenso
 # ---------------------------------------------------------------------------------------------
 
 
-def _check(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
+def check(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
     """The sizes of a legal call; a ValueError or TypeError for any other."""
     require_dense(op, _REQUIRED, **tensors._asdict())
     require_same_device(op, **tensors._asdict())
@@ -173,7 +175,7 @@ def _check(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
 
 def _check_dtypes(op: str, tensors: Tensors) -> None:
     dtype = tensors.q.dtype
-    require_type(dtype in _FLOATS, f"{op}: q is {dtype_name(dtype)}; it must be {_FLOAT_NAMES}")
+    require_type(dtype in FLOATS, f"{op}: q is {dtype_name(dtype)}; it must be {FLOAT_NAMES}")
     for name in ("k", "v"):
         other = getattr(tensors, name).dtype
         require_type(
@@ -191,8 +193,8 @@ def _check_dtypes(op: str, tensors: Tensors) -> None:
     if tensors.initial_state is not None:
         other = tensors.initial_state.dtype
         require_type(
-            other in _FLOATS,
-            f"{op}: initial_state is {dtype_name(other)}; it must be {_FLOAT_NAMES}",
+            other in FLOATS,
+            f"{op}: initial_state is {dtype_name(other)}; it must be {FLOAT_NAMES}",
         )
     if tensors.cu_seqlens is not None:
         other = tensors.cu_seqlens.dtype
@@ -254,8 +256,8 @@ def _check_scalars(op: str, scalars: Scalars) -> None:
     )
     if h_dtype is not None:
         require_type(
-            h_dtype in _FLOATS,
-            f"{op}: h_dtype={dtype_name(h_dtype)}; it must be {_FLOAT_NAMES}",
+            h_dtype in FLOATS,
+            f"{op}: h_dtype={dtype_name(h_dtype)}; it must be {FLOAT_NAMES}",
         )
     names = tier_names(OP)
     require(
@@ -266,7 +268,7 @@ def _check_scalars(op: str, scalars: Scalars) -> None:
 
 def _h_rows(op: str, B: int, T: int, N: int, packed: bool, total_chunks: int | None) -> int:
     """Rows of h: as given, or the most that any lengths can need."""
-    h_layout = H_LAYOUTS[op]
+    h_layout = H_LAYOUTS.get(op)
     if h_layout is None:
         return 0
     if total_chunks is not None:
@@ -289,9 +291,10 @@ def _h_rows(op: str, B: int, T: int, N: int, packed: bool, total_chunks: int | N
 # ---------------------------------------------------------------------------------------------
 
 
-def _problem(op: str, tensors: Tensors, scalars: Scalars, facts: DeviceFacts | None) -> GdnProblem:
-    """The problem of a call, checked and in canonical form; ``facts`` replace its device."""
-    sizes = _check(op, tensors, scalars)
+def make_problem(
+    op: str, tensors: Tensors, scalars: Scalars, sizes: Sizes, facts: DeviceFacts | None
+) -> GdnProblem:
+    """The problem of a checked call, in canonical form; ``facts`` replace its device."""
     initial_state, cu_seqlens = tensors.initial_state, tensors.cu_seqlens
     options = current()
     device = facts_for(tensors.q, facts)
@@ -310,7 +313,7 @@ def _problem(op: str, tensors: Tensors, scalars: Scalars, facts: DeviceFacts | N
         beta=tensor_facts(tensors.beta),
         initial_state=None
         if initial_state is None
-        else tensor_facts(_v_first(initial_state, scalars.state_v_first)),
+        else tensor_facts(v_first(initial_state, scalars.state_v_first)),
         cu_seqlens_dtype=None if cu_seqlens is None else cu_seqlens.dtype,
         N=sizes.N,
         # Written as 1/sqrt(K) it may differ in its last bits, which shall not make two plans.
@@ -319,18 +322,19 @@ def _problem(op: str, tensors: Tensors, scalars: Scalars, facts: DeviceFacts | N
         else scalars.scale,
         qk_l2norm=scalars.qk_l2norm,
         output_final_state=scalars.output_final_state,
-        h_layout=H_LAYOUTS[op],
+        h_layout=H_LAYOUTS.get(op),
         h_rows=sizes.R,
-        h_dtype=None if H_LAYOUTS[op] is None else _h_dtype(tensors, scalars),
+        h_dtype=None if H_LAYOUTS.get(op) is None else _h_dtype(tensors, scalars),
         batch_invariant=scalars.batch_invariant,
         state_v_first=scalars.state_v_first,
     )
 
 
-def _problem_of(op: str, *args: Any, facts: DeviceFacts | None, **kwargs: Any) -> GdnProblem:
-    """:func:`_problem` for ``explain`` and ``prepare``, from the operator's own arguments."""
+def _problem_of(op: str, *args: Any, facts: DeviceFacts | None = None, **kwargs: Any) -> GdnProblem:
+    """The problem of a call, checked, from the operator's own arguments."""
     forbid_grad(op, *args)
-    return _problem(op, *_bind(op, args, kwargs), facts)
+    tensors, scalars = _bind(op, args, kwargs)
+    return make_problem(op, tensors, scalars, check(op, tensors, scalars), facts)
 
 
 def model_problem(
@@ -376,7 +380,7 @@ def _h_dtype(tensors: Tensors, scalars: Scalars) -> torch.dtype:
     return torch.float32 if tensors.initial_state is None else tensors.initial_state.dtype
 
 
-def _v_first(state: Tensor, state_v_first: bool) -> Tensor:
+def v_first(state: Tensor, state_v_first: bool) -> Tensor:
     """A state as the caller sees it as a view ``[..,V,K]``; and back."""
     return state if state_v_first else state.transpose(-1, -2)
 
@@ -407,9 +411,9 @@ def _run(
         raise
     decision = known(flat)
     if decision is None:
-        decision = decide(flat, _problem(op, *_bind(op, tensors, scalars), None))
+        decision = decide(flat, _problem_of(op, *tensors, **scalars))
     if options.check:
-        _check_values(decision, cu_seqlens)
+        check_values(decision, cu_seqlens)
     problem: GdnProblem = decision.problem
     state_v_first = problem.state_v_first
     out, final_state, h, h_cu_starts = _allocate(
@@ -422,7 +426,7 @@ def _run(
         v,
         g,
         beta,
-        None if initial_state is None else _v_first(initial_state, state_v_first),
+        None if initial_state is None else v_first(initial_state, state_v_first),
         None if cu_seqlens is None else cu_seqlens.contiguous(),
         out,
         final_state if problem.output_final_state else None,
@@ -462,16 +466,16 @@ def _results(
     state_v_first: bool,
 ) -> tuple[Tensor, ...]:
     """The results as the caller sees them."""
-    final_state = _v_first(final_state, state_v_first)
+    final_state = v_first(final_state, state_v_first)
     if h is None:
         return out, final_state
-    h = _v_first(h, state_v_first)
+    h = v_first(h, state_v_first)
     if h_cu_starts is None:
         return out, final_state, h.unsqueeze(0)
     return out, final_state, h, h_cu_starts
 
 
-def _check_values(decision: Decision, cu_seqlens: Tensor | None) -> None:
+def check_values(decision: Decision, cu_seqlens: Tensor | None) -> None:
     """Under the ``check`` option: raise for ``cu_seqlens`` that are none."""
     problem: GdnProblem = decision.problem
     if cu_seqlens is None or is_capturing(problem.device):
@@ -492,7 +496,7 @@ def _check_values(decision: Decision, cu_seqlens: Tensor | None) -> None:
 def _fake(op: str, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     forbid_grad(op, *args)
     tensors, scalars = _bind(op, args, kwargs)
-    sizes = _check(op, tensors, scalars)
+    sizes = check(op, tensors, scalars)
     h_layout = H_LAYOUTS[op]
     results = _allocate(
         tensors.q, sizes.N, (sizes.B, sizes.T, sizes.Hv, sizes.V), sizes.K,

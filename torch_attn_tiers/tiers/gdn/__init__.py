@@ -5,6 +5,10 @@ h_cu_starts)`` and returns nothing. The operator has allocated the last four, co
 states V-first (``[N,Hv,V,K]``; h ``[R,Hv,V,K]`` in either layout); those not asked for are None. A
 plan writes all of out, tokens of no sequence too. The initial state comes as a V-first view, with
 any strides, and cu_seqlens dense.
+
+With ``problem.pool`` a plan is called as ``plan(q, k, v, g, beta, pool, read_indices,
+write_indices, track_lens, track_indices, cu_seqlens, out)``. The pool is a V-first view with any
+strides, which the plan reads and writes; indices are dense. It writes all of out.
 """
 
 from torch_attn_tiers.tiers.gdn import reference, triton

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import functools
 
-from csrc_free_ops.reference import gdn_chunk_prefill
+from csrc_free_ops.reference import gdn_chunk_prefill, gdn_chunk_prefill_pool
 from torch_attn_tiers.problem import GdnProblem
 from torch_attn_tiers.tier import Plan, Tier
 
 
 def _build(problem: GdnProblem) -> Plan:
+    if problem.pool is not None:
+        return functools.partial(
+            gdn_chunk_prefill_pool, scale=problem.scale, qk_l2norm=problem.qk_l2norm
+        )
     return functools.partial(
         gdn_chunk_prefill,
         scale=problem.scale,

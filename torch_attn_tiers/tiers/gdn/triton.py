@@ -53,7 +53,11 @@ def _dtype(problem: GdnProblem) -> str | None:
     return None
 
 
-_BASICS = (_no_triton, _device, _not_verified, _dtype)
+def _pool(problem: GdnProblem) -> str | None:
+    return None if problem.pool is None else "reads and writes no pool yet"
+
+
+_BASICS = (_no_triton, _device, _not_verified, _dtype, _pool)
 
 
 def _kernel_limits(problem: GdnProblem) -> str | None:
