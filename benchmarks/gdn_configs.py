@@ -1,7 +1,7 @@
 """Times configurations of the gdn kernels, each kernel alone, on one GPU.
 
     python benchmarks/gdn_configs.py --out benchmarks/results/gdn_configs_h200.json
-    python benchmarks/gdn_configs.py --cases 1x8k --configs bv=64,scan_warps=8 bv=32,scan_stages=1
+    python benchmarks/gdn_configs.py --cases 1x8k --configs default bv=32,scan_stages=2
 
 A configuration is the default one with fields of `GdnConfig` replaced; `default` is the default.
 `default_config` in `csrc_free_ops/gdn/launch.py` was written from such runs. Kernels compile in
@@ -34,19 +34,28 @@ from torch_attn_tiers.cli.bench.gdn_cases import CASES, HEAD_SIZE, GdnCase, GdnI
 from torch_attn_tiers.cli.bench.gdn_sides import GdnSide
 from torch_attn_tiers.cli.bench.running import free
 
-CONFIGS = [
+PREPARE = [
     "default",
+    "prepare_registers=168",
     "prepare_warps=8",
-    "prepare_warps=2",
-    "scan_warps=4,scan_stages=1",
-    "scan_warps=4,scan_stages=3",
-    "scan_warps=8,scan_stages=2",
-    "bv=64,scan_warps=4,scan_stages=2",
-    "bv=64,scan_warps=8,scan_stages=2",
-    "bv=64,scan_warps=8,scan_stages=1",
-    "bv=16,scan_warps=4,scan_stages=2",
-    "bk=64,scan_warps=4,scan_stages=2",
+    "prepare_bk=64",
+    "heads=2",
+    "heads=2,prepare_warps=8",
 ]
+SCAN = [
+    "bk=128",
+    "bk=128,scan_stages=2",
+    "scan_stages=1",
+    "scan_stages=2",
+    "scan_stages=4",
+    "scan_warps=8",
+    "bv=32",
+    "bv=32,scan_stages=2",
+    "bv=32,bk=128",
+    "bv=128,scan_warps=8",
+    "bv=128,bk=128,scan_warps=8",
+]
+CONFIGS = [*PREPARE, *SCAN]
 
 
 def main() -> None:

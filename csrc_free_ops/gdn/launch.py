@@ -24,49 +24,49 @@ _H_LAYOUTS = {None: 0, "fla": 1, "compact": 2}
 class GdnConfig(NamedTuple):
     """What the kernels are compiled for beyond the problem itself."""
 
-    bk: int  # rows of a tile of S
-    bv: int  # columns of S that a program of the scan keeps
+    prepare_bk: int  # columns of q and k at a time in prepare
     prepare_warps: int
+    bk: int  # columns of a tile of S^T in the scan
+    bv: int  # its rows: columns of S that a program of the scan keeps
     scan_warps: int
-    scan_stages: int  # loads under way in the scan
+    scan_stages: int  # chunks whose loads are under way in the scan, its own among them
+    heads: int = 1  # value heads of a program of prepare, a divisor of those of a head of q and k
     prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
     scan_registers: int | None = None
 
 
 def default_config(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> GdnConfig:
-    """Tile shapes for head sizes K and V: the widest whose shared memory the device has.
+    """Tile shapes for head sizes K and V: the most stages whose shared memory the device has.
 
     The same for all tokens and sequences, so that the bits of a sequence depend on nothing else.
     Not tuned yet: no GPU has run them.
     """
-    bk, bv = min(_pow2(K), 64), min(_pow2(V), 32)
-    choices = [GdnConfig(bk, bv, 4, 4, 1)]
-    if K <= 128:  # wider heads do not fit twice
-        choices.insert(0, GdnConfig(bk, bv, 4, 4, 2))
-        if dtype.itemsize == 2 and K > 64:
-            choices.insert(0, GdnConfig(128, bv, 4, 4, 2))
-    for config in choices:
+    # 64 rows are those of one product on Hopper's tensor cores. A product of float32 is three: half
+    # as many rows, half as much code.
+    narrow = dtype.itemsize == 2
+    bk, bv = min(_pow2(K), 64), min(_pow2(V), 64 if narrow else 32)
+    prepare_bk = min(_pow2(K), 128 if narrow else 64)
+    for stages in (3, 2, 1):
+        config = GdnConfig(prepare_bk, 4, bk, bv, 4, stages)
         if shared_memory_bound(config, K, dtype.itemsize) <= device.shared_memory:
-            return config
-    return choices[-1]
+            break
+    return config
 
 
 def shared_memory_bound(config: GdnConfig, K: int, itemsize: int) -> int:
-    """Bytes of shared memory that a program may take, from above (tests/compile_only.py checks).
-
-    With one stage the operands of a product are there one pair at a time, in float32 in two parts
-    each (tf32x3), and 16-bit keys until the end of a chunk. With two, so is all that two chunks
-    read.
-    """
-    bk, bv = config.bk, config.bv
-    prepare = (4 if itemsize == 4 else 2) * C * bk
-    keys = C * bk * -(-K // bk)
-    scan = 2 * C * bk + C * bv + (keys + C * C if itemsize == 2 else 0)
+    """Bytes of shared memory that a program may take, from above (tests/compile_only.py checks)."""
+    prepare = max(3 * C * config.prepare_bk * itemsize, 2 * C * C * 4) + 2048
+    keys = C * config.bk * -(-K // config.bk)
+    weights = 2 * C * C
     if config.scan_stages > 1:
-        read = 2 * keys + C * C + C * bv  # q, k; T; v
-        made = C * C + (bk + 2 * C) * bv  # P; S, D and D decayed to the end, as operands
-        scan = config.scan_stages * read + made + 1024
-    return max(prepare, scan) * itemsize
+        ahead = (config.scan_stages - 1) * (2 * keys + weights)
+        made = 2 * keys + 2 * C * config.bv + 2 * config.bv * config.bk
+        scan = ahead + made + 512
+    elif itemsize == 2:  # operands stay until the end of a chunk
+        scan = keys + C * config.bk + weights
+    else:  # one pair of operands at a time, each in two parts
+        scan = 2 * weights
+    return max(prepare, scan * itemsize)
 
 
 def unsupported(
@@ -121,16 +121,22 @@ def plan_gdn(
     else:
         chunks = B * -(-T // C)
     exact = q.dtype is torch.float32
-    parts = 2 if exact else 1
-    precision = "tf32x3" if exact and device.arch.startswith("sm_") else "ieee"
+    tensor_cores = device.arch.startswith("sm_")
+    precision = "tf32x3" if exact and tensor_cores else "ieee"
+    # Of T and U, computed in float32. TF32 has the 10 bits of float16 and 3 more than bfloat16.
+    solve_precision = "ieee"
+    if tensor_cores:
+        solve_precision = "tf32" if q.dtype is torch.bfloat16 else "tf32x3"
+    wide = C * Hv * V >= 2**31 or any(
+        (C - 1) * x.stride[1] + (x.shape[3] - 1) * x.stride[3] >= 2**31 for x in (q, k, v)
+    )
 
     dtype = (q.dtype, True)
     cu = (cu_seqlens_dtype or torch.int32, False)
     starts, h_starts = (torch.int32, True), (torch.int64, True)
     pair = (torch.float32, True)
     shared = dict(C=C, HAS_CU=has_cu)
-    tiles = dict(K=K, V=V, GROUP=Hv // Hq, BK=config.bk, NK=-(-K // config.bk), PARTS=parts,
-                 L2NORM=qk_l2norm, PRECISION=precision)  # fmt: skip
+    tiles = dict(K=K, V=V, GROUP=Hv // Hq, L2NORM=qk_l2norm, PRECISION=precision, WIDE=wide)
     strides = {**_strides("q", q), **_strides("k", k)}
     chunk_map = Launch(
         chunk_map_kernel,
@@ -142,17 +148,20 @@ def plan_gdn(
     )
     prepare = Launch(
         prepare_kernel,
-        grid=chunks * Hq,
+        grid=chunks * Hv // config.heads,
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), g=(g.dtype, g.aligned),
-            beta=(beta.dtype, beta.aligned), cu_seqlens=cu, chunk_starts=starts, inverses=dtype,
-            gates=pair, norms=pair, out=dtype,
+            beta=(beta.dtype, beta.aligned), cu_seqlens=cu, chunk_starts=starts, weights=dtype,
+            decays=pair, norms=pair, out=dtype,
         ),
         scalars=dict(
-            tokens=T, sequences=sequences, **strides, **_strides("g", g), **_strides("beta", beta)
+            tokens=T, sequences=sequences, scale=float(scale), **strides, **_strides("g", g),
+            **_strides("beta", beta),
         ),
         constants=dict(
-            **shared, **tiles, HQ=Hq, BLOCK_V=_pow2(V), INVERSE_PRECISION="ieee",
+            **shared, **tiles, HQ=Hq, HEADS=config.heads, BK=config.prepare_bk,
+            NK=-(-K // config.prepare_bk), BLOCK_V=_pow2(V),
+            SOLVE_PRECISION=solve_precision, EXACT=exact,
         ),
         options=dict(num_warps=config.prepare_warps, maxnreg=config.prepare_registers),
     )  # fmt: skip
@@ -164,7 +173,7 @@ def plan_gdn(
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), v=(v.dtype, v.aligned),
             initial_state=pair if state is None else (state.dtype, state.aligned), cu_seqlens=cu,
-            chunk_starts=starts, inverses=dtype, gates=pair, norms=pair, out=dtype,
+            chunk_starts=starts, weights=dtype, decays=pair, norms=pair, out=dtype,
             final_state=pair, h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
         ),
         scalars=dict(
@@ -172,8 +181,9 @@ def plan_gdn(
             **dict(zip(("s_stride_n", "s_stride_h", "s_stride_v", "s_stride_k"), s_strides)),
         ),
         constants=dict(
-            **shared, **tiles, HV=Hv, BV=config.bv, HAS_STATE=state is not None,
-            HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
+            **shared, **tiles, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
+            HAS_STATE=state is not None, HAS_FINAL=output_final_state,
+            H_LAYOUT=_H_LAYOUTS[h_layout],
         ),
         options=dict(
             num_warps=config.scan_warps, num_stages=config.scan_stages,
@@ -187,8 +197,8 @@ def plan_gdn(
         scan,
         sequences,
         chunks,
-        (chunks, Hv, C, C),
-        (chunks, Hv, parts, C),
+        (chunks, Hv, 2, C, C),
+        (chunks, Hv, C),
         (chunks, Hq, 2, C) if qk_l2norm else (0,),
     )
 
@@ -204,8 +214,8 @@ class GdnPlan:
         scan: Launch,
         sequences: int,
         chunks: int,
-        inverses: tuple[int, ...],
-        gates: tuple[int, ...],
+        weights: tuple[int, ...],
+        decays: tuple[int, ...],
         norms: tuple[int, ...],
     ) -> None:
         self.device = device
@@ -214,8 +224,8 @@ class GdnPlan:
         self.scan = scan
         self.sequences = sequences
         self.chunks = chunks
-        self.inverses = inverses
-        self.gates = gates
+        self.weights = weights
+        self.decays = decays
         self.norms = norms
         self.launches = [launch for launch in (chunk_map, prepare, scan) if launch is not None]
         self.specialization = (
@@ -280,8 +290,8 @@ class GdnPlan:
         # that a kernel does not use is stood in for by one that it has.
         absent = out.new_empty(0, dtype=torch.int32)
         starts = out.new_empty(self.sequences + 1, dtype=torch.int32)
-        inverses = out.new_empty(self.inverses)
-        gates = out.new_empty(self.gates, dtype=torch.float32)
+        weights = out.new_empty(self.weights)
+        decays = out.new_empty(self.decays, dtype=torch.float32)
         norms = out.new_empty(self.norms, dtype=torch.float32)
         cu = starts if cu_seqlens is None else cu_seqlens
         h_starts = absent if h_cu_starts is None else h_cu_starts
@@ -289,11 +299,11 @@ class GdnPlan:
         if self.chunk_map is not None:
             calls.append((self.chunk_map, (cu, starts, h_starts)))
         if self.prepare is not None:
-            calls.append((self.prepare, (q, k, g, beta, cu, starts, inverses, gates, norms, out)))
-        state = gates if initial_state is None else initial_state
-        final = gates if final_state is None else final_state
-        checkpoints = gates if h is None else h
-        read = (q, k, v, state, cu, starts, inverses, gates, norms)
+            calls.append((self.prepare, (q, k, g, beta, cu, starts, weights, decays, norms, out)))
+        state = decays if initial_state is None else initial_state
+        final = decays if final_state is None else final_state
+        checkpoints = decays if h is None else h
+        read = (q, k, v, state, cu, starts, weights, decays, norms)
         calls.append((self.scan, (*read, out, final, checkpoints, h_starts)))
         return calls
 

@@ -1,11 +1,18 @@
 """Kernel 2: what a chunk needs that does not depend on the state, all chunks at once.
 
-For each chunk of 64 tokens and each value head ``T = (I + A)^-1 diag(beta)``, where
-``A[t,s] = beta[t] exp(g[s+1] + .. + g[t]) (k[t] . k[s])`` below the diagonal (derived in
-docs/gdn.md). Besides T it stores running sums of gates and, with ``qk_l2norm``, the factors that
-normalise q and k: what the scan would otherwise compute again for each tile of V.
+For each chunk of 64 tokens and each value head, with ``decay[t,s] = exp(g[s+1] + .. + g[t])``,
+``A[t,s] = beta[t] decay[t,s] (k[t] . k[s])`` below the diagonal and ``T = (I + A)^-1 diag(beta)``
+(derived in docs/gdn.md), it stores
 
-A program is one chunk of one head of q and k: its value heads share the product of keys.
+    W = diag(decay to the end) T        what the chunk writes into the state
+    U = scale (decay * (Q K^T)) T       what its own tokens read of each other's values
+
+besides decays since the start of the chunk and, with ``qk_l2norm``, the factors that normalise q
+and k: what the scan would otherwise compute again for each tile of V.
+
+A program is one chunk of HEADS value heads, which share the products of a head of q and k. With
+four warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one
+warp alone exchange nothing with the others.
 """
 
 import triton
@@ -17,67 +24,87 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _quarters(x, n: tl.constexpr):
-    """Top left, bottom left and bottom right of a matrix [2n, 2n]."""
-    x = tl.permute(tl.reshape(x, [2, n, 2, n]), [1, 3, 2, 0])  # .., half of columns, half of rows
-    top, bottom = tl.split(x)
-    a, _ = tl.split(top)
-    c, d = tl.split(bottom)
-    return a, c, d
+def _diagonal_blocks(A):
+    """The blocks [4, 16, 16] on the diagonal of a matrix [64, 64]."""
+    row = tl.arange(0, 4)[:, None, None, None]
+    column = tl.arange(0, 4)[None, None, :, None]
+    return tl.sum(tl.where(row == column, tl.reshape(A, [4, 16, 4, 16]), 0.0), 2)
 
 
 @triton.jit
-def _from_quarters(a, c, d, n: tl.constexpr):
-    """The matrix [2n, 2n] of these quarters, zero in the top right."""
-    x = tl.join(tl.join(a, tl.zeros_like(a)), tl.join(c, d))
-    return tl.reshape(tl.permute(x, [3, 0, 2, 1]), [2 * n, 2 * n])
+def _from_diagonal_blocks(X):
+    row = tl.arange(0, 4)[:, None, None, None]
+    column = tl.arange(0, 4)[None, None, :, None]
+    return tl.reshape(tl.where(row == column, X[:, :, None, :], 0.0), [64, 64])
 
 
 @triton.jit
-def _invert_16(A):
-    """(I + A)^-1 of four strictly lower triangular matrices [16, 16, 4], row by row."""
-    row = tl.arange(0, 16)[:, None, None]
-    column = tl.arange(0, 16)[None, :, None]
-    X = tl.where(row == column, 1.0, 0.0) + tl.zeros_like(A)
-    for i in range(1, 16):
-        # Row i of X is e_i minus the rows above it, each times its entry of row i of A.
-        entries = tl.sum(tl.where(row == i, A, 0.0), 0)
-        found = tl.sum(entries[:, None, :] * X, 0)
-        X = tl.where(row == i, X - found[None, :, :], X)
-    return X
+def _double_within_16(X, A, n: tl.constexpr, PRECISION: tl.constexpr):
+    """From the inverses X of blocks of n rows those of 2n: their bottom left is -X A X."""
+    row = tl.arange(0, 16)[None, :, None]
+    column = tl.arange(0, 16)[None, None, :]
+    is_corner = (row // (2 * n) == column // (2 * n)) & (row // n > column // n)
+    right = tl.dot(tl.where(is_corner, A, 0.0), X, input_precision=PRECISION)
+    return X - tl.dot(X, right, input_precision=PRECISION)
 
 
 @triton.jit
-def _merge(a, C, d, PRECISION: tl.constexpr):
-    """Bottom left of the inverse of [[a^-1, 0], [C, d^-1]], which is -d C a."""
-    return -tl.dot(d, tl.dot(C, a, input_precision=PRECISION), input_precision=PRECISION)
+def _invert_16(A, PRECISION: tl.constexpr):
+    """(I + A)^-1 of strictly lower triangular matrices [4, 16, 16]: I - A of blocks of 2 rows."""
+    row = tl.arange(0, 16)[None, :, None]
+    column = tl.arange(0, 16)[None, None, :]
+    X = tl.where(row // 2 == column // 2, -A, 0.0) + tl.where(row == column, 1.0, 0.0)
+    X = _double_within_16(X, A, 2, PRECISION)
+    X = _double_within_16(X, A, 4, PRECISION)
+    return _double_within_16(X, A, 8, PRECISION)
+
+
+@triton.jit
+def _double(X, A, n: tl.constexpr, PRECISION: tl.constexpr):
+    """As `_double_within_16`, for blocks on the diagonal of [64, 64].
+
+    A row has one such block, and one corner: as [64, n] they take 64/n times fewer products.
+    """
+    m: tl.constexpr = 64 // n
+    t = tl.arange(0, 64)[:, None]
+    s = tl.arange(0, 64)[None, :]
+    corner = tl.where((t // (2 * n) == s // (2 * n)) & (t // n > s // n), A, 0.0)
+    row = (tl.arange(0, 64) // n)[:, None, None]
+    column = tl.arange(0, m)[None, :, None]
+    blocks = tl.sum(tl.where(row == column, tl.reshape(X, [64, m, n]), 0.0), 1)
+    right = tl.dot(corner, blocks, input_precision=PRECISION)
+    found = tl.dot(X, right, input_precision=PRECISION)
+    return X - tl.reshape(tl.where(row == column + 1, found[:, None, :], 0.0), [64, 64])
 
 
 @triton.jit
 def invert_unit_lower_64(A, PRECISION: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular matrix [64, 64] in float32.
+    """(I + A)^-1 of a strictly lower triangular matrix [64, 64], from small blocks to larger ones.
 
-    By substitution within blocks of 16, then by products of blocks. Powers of A, the other way to
-    do it by products, grow far beyond the result where keys are long, and cancel.
+    Powers of A, the other way to do it by products, grow far beyond the result where keys are long,
+    and cancel.
     """
-    A0, A10, A1 = _quarters(A, 32)
-    a0, a10, a1 = _quarters(A0, 16)
-    a2, a32, a3 = _quarters(A1, 16)
-    X = _invert_16(tl.join(tl.join(a0, a1), tl.join(a2, a3)).reshape([16, 16, 4]))
-    even, odd = tl.split(X.reshape([16, 16, 2, 2]))
-    x0, x1 = tl.split(even)
-    x2, x3 = tl.split(odd)
-    X0 = _from_quarters(x0, _merge(x0, a10, x1, PRECISION), x1, 16)
-    X1 = _from_quarters(x2, _merge(x2, a32, x3, PRECISION), x3, 16)
-    return _from_quarters(X0, _merge(X0, A10, X1, PRECISION), X1, 32)
+    X = _from_diagonal_blocks(_invert_16(_diagonal_blocks(A), PRECISION))
+    X = _double(X, A, 16, PRECISION)
+    return _double(X, A, 32, PRECISION)
+
+
+@triton.jit
+def offsets(r, stride_r, d, stride_d, WIDE: tl.constexpr):
+    """Offsets of a tile, in 32 bits where they fit: they take half the registers."""
+    if WIDE:
+        r = r.to(tl.int64)
+        d = d.to(tl.int64)
+    return r[:, None] * stride_r + d[None, :] * stride_d
 
 
 @triton.jit
 def load_rows(
-    x, first, r, d, token_ok, stride_t, stride_d, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Rows ``[C, BLOCK]`` from token ``first`` on, zero outside of the chunk and of the size."""
-    at = x + (first + r)[:, None] * stride_t + d[None, :].to(tl.int64) * stride_d
+    x, r, d, token_ok, stride_t, stride_d, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Rows ``[C, BLOCK]`` from x on, zero outside of the chunk and of the size."""
+    at = x + offsets(r, stride_t, d, stride_d, WIDE)
     if SIZE % BLOCK == 0:
         return tl.load(at, mask=token_ok[:, None], other=0.0)
     return tl.load(at, mask=token_ok[:, None] & (d < SIZE)[None, :], other=0.0)
@@ -91,45 +118,61 @@ def normalise(x, factor):
 
 @triton.jit
 def _norm_factor(
-    x, first, r, token_ok, stride_t, stride_d, K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr
-):
-    """``1 / sqrt(sum(x^2) + 1e-6)`` of each row."""
-    squares = tl.zeros([r.shape[0]], tl.float32)
-    for n in tl.static_range(NK):
+    x, tile, r, token_ok, stride_t, stride_d, K: tl.constexpr, BK: tl.constexpr,
+    NK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """``1 / sqrt(sum(x^2) + 1e-6)`` of each row, of which ``tile`` holds the first columns."""
+    tile = tile.to(tl.float32)
+    squares = tl.sum(tile * tile, 1)
+    for n in tl.static_range(1, NK):
         d = n * BK + tl.arange(0, BK)
-        tile = load_rows(x, first, r, d, token_ok, stride_t, stride_d, K, BK).to(tl.float32)
-        squares += tl.sum(tile * tile, 1)
-    return 1.0 / tl.sqrt(squares + 1e-6)
+        more = load_rows(x, r, d, token_ok, stride_t, stride_d, K, BK, WIDE).to(tl.float32)
+        squares += tl.sum(more * more, 1)
+    return tl.rsqrt(squares + 1e-6)
+
+
+@triton.jit
+def _zero_padding(
+    out, first, tokens, h, HEADS: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Sets C tokens of a head from the first one on to zero, as far as there are tokens."""
+    ROWS: tl.constexpr = 16
+    vd = tl.arange(0, BLOCK_V)
+    for n in range(0, C, ROWS):
+        token = first + n + tl.arange(0, ROWS)
+        is_padding = (token < tokens)[:, None] & (vd < V)[None, :]
+        for j in range(HEADS):
+            out_at = out + (token[:, None] * HV + h + j) * V + vd[None, :]
+            tl.store(out_at, tl.zeros([ROWS, BLOCK_V], out.dtype.element_ty), mask=is_padding)
 
 
 @triton.jit(do_not_specialize=["tokens", "sequences"])
 def prepare_kernel(
     q, k, g, beta, cu_seqlens, chunk_starts,
-    inverses,  # out, dtype of k [chunks, HV, C, C]: T
-    gates,  # out, float32 [chunks, HV, PARTS, C]: log2 of the decay since the start of the chunk
+    weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
+    decays,  # out, float32 [chunks, HV, C]: decay since the start of the chunk
     norms,  # out, float32 [chunks, HQ, 2, C]: factors of q and of k
     out,  # tokens of no sequence are set to zero
-    tokens, sequences,
+    tokens, sequences, scale,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
-    HQ: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr, PARTS: tl.constexpr,
+    HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    INVERSE_PRECISION: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0).to(tl.int64) // HQ
-    head = tl.program_id(0) % HQ
     HV: tl.constexpr = HQ * GROUP
+    chunk = tl.program_id(0).to(tl.int64) // (HV // HEADS)
+    first_head = tl.program_id(0) % (HV // HEADS) * HEADS
+    head = (first_head // GROUP).to(tl.int64)
     r = tl.arange(0, C)
+    t = r.to(tl.int64)
     if HAS_CU:
         # There are at least as many programs as chunks of tokens behind the last sequence.
         _, last = sequence_bounds(cu_seqlens, sequences - 1, tokens, True)
-        padding = last + chunk * C + r
-        vd = tl.arange(0, BLOCK_V)
-        is_padding = (padding < tokens)[:, None] & (vd < V)[None, :]
-        for j in range(GROUP):
-            out_at = out + (padding[:, None] * HV + head * GROUP + j) * V + vd[None, :]
-            tl.store(out_at, tl.zeros([C, BLOCK_V], out.dtype.element_ty), mask=is_padding)
+        if last + chunk * C < tokens:
+            _zero_padding(out, last + chunk * C, tokens, first_head, HEADS, HV, V, C, BLOCK_V)
         row = tl.zeros((), tl.int64)
         i = sequence_of(chunk_starts, chunk, sequences)
         if i >= sequences:
@@ -141,44 +184,57 @@ def prepare_kernel(
         row = chunk // chunks_each
         first = chunk % chunks_each * C
         end = tl.zeros((), tl.int64) + tokens
-    token_ok = first + r < end
-    q += row * q_stride_b + head.to(tl.int64) * q_stride_h
-    k += row * k_stride_b + head.to(tl.int64) * k_stride_h
+    token_ok = r < tl.minimum(end - first, C).to(tl.int32)
+    q += row * q_stride_b + head * q_stride_h + first * q_stride_t
+    k += row * k_stride_b + head * k_stride_h + first * k_stride_t
+    g += row * g_stride_b + first * g_stride_t
+    beta += row * beta_stride_b + first * beta_stride_t
 
-    k_factor = tl.zeros([C], tl.float32)
+    d = tl.arange(0, BK)
+    k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
+    q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
+    q_factor = tl.zeros([C], tl.float32)
+    k_factor = q_factor
     if L2NORM:
-        norms_at = norms + (chunk * HQ + head) * 2 * C + r
-        tl.store(norms_at, _norm_factor(q, first, r, token_ok, q_stride_t, q_stride_d, K, BK, NK))
-        k_factor = _norm_factor(k, first, r, token_ok, k_stride_t, k_stride_d, K, BK, NK)
-        tl.store(norms_at + C, k_factor)
-    keys = tl.zeros([C, C], tl.float32)
-    for n in tl.static_range(NK):
+        k_factor = _norm_factor(k, k_tile, r, token_ok, k_stride_t, k_stride_d, K, BK, NK, WIDE)
+        q_factor = _norm_factor(q, q_tile, r, token_ok, q_stride_t, q_stride_d, K, BK, NK, WIDE)
+        if first_head % GROUP == 0:
+            norms_at = norms + (chunk * HQ + head) * (2 * C) + r
+            tl.store(norms_at, q_factor)
+            tl.store(norms_at + C, k_factor)
+        k_tile = normalise(k_tile, k_factor)
+        q_tile = normalise(q_tile, q_factor)
+    KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
+    QK = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+    for n in tl.static_range(1, NK):
         d = n * BK + tl.arange(0, BK)
-        tile = load_rows(k, first, r, d, token_ok, k_stride_t, k_stride_d, K, BK)
+        k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
+        q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
         if L2NORM:
-            tile = normalise(tile, k_factor)
-        keys = tl.dot(tile, tl.trans(tile), keys, input_precision=PRECISION)
+            k_tile = normalise(k_tile, k_factor)
+            q_tile = normalise(q_tile, q_factor)
+        KK = tl.dot(k_tile, tl.trans(k_tile), KK, input_precision=PRECISION)
+        QK = tl.dot(q_tile, tl.trans(k_tile), QK, input_precision=PRECISION)
 
-    for j in range(GROUP):
-        h = head * GROUP + j
-        g_at = g + row * g_stride_b + (first + r) * g_stride_t + h.to(tl.int64) * g_stride_h
-        gate = tl.load(g_at, mask=token_ok, other=0.0)
+    for j in range(HEADS):
+        h = (first_head + j).to(tl.int64)
+        gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=token_ok, other=0.0)
+        strength = tl.load(beta + t * beta_stride_t + h * beta_stride_h, mask=token_ok, other=0.0)
+        strength = strength.to(tl.float32)
         # In float64: decays are differences of these sums, and small gates follow large ones.
         total = tl.cumsum(gate.to(tl.float64) * LOG2E, 0)
         G = total.to(tl.float32)
-        rest = (total - G.to(tl.float64)).to(tl.float32)
-        gates_at = gates + (chunk * HV + h) * PARTS * C + r
-        tl.store(gates_at, G)
-        if PARTS == 2:
-            tl.store(gates_at + C, rest)
+        exponent = G[:, None] - G[None, :]
+        if EXACT:
+            rest = (total - G.to(tl.float64)).to(tl.float32)
+            exponent += rest[:, None] - rest[None, :]
+        decay = tl.exp2(tl.where(r[:, None] >= r[None, :], exponent, float("-inf")))
+        to_end = tl.exp2((tl.sum(tl.where(r == C - 1, total, 0.0), 0) - total).to(tl.float32))
 
-        b_at = beta + row * beta_stride_b + (first + r) * beta_stride_t
-        strength = tl.load(b_at + h.to(tl.int64) * beta_stride_h, mask=token_ok, other=0.0)
-        strength = strength.to(tl.float32)
-        below = r[:, None] > r[None, :]
-        exponent = (G[:, None] - G[None, :]) + (rest[:, None] - rest[None, :])
-        decay = tl.exp2(tl.where(below, exponent, float("-inf")))
-        T = invert_unit_lower_64(strength[:, None] * decay * keys, INVERSE_PRECISION)
-        T *= strength[None, :]
-        T_at = inverses + (chunk * HV + h) * C * C + r[:, None] * C + r[None, :]
-        tl.store(T_at, T.to(inverses.dtype.element_ty))
+        A = tl.where(r[:, None] > r[None, :], strength[:, None] * decay * KK, 0.0)
+        T = invert_unit_lower_64(A, SOLVE_PRECISION) * strength[None, :]
+        W_at = weights + (chunk * HV + h) * (2 * C * C) + r[:, None] * C + r[None, :]
+        tl.store(W_at, (to_end[:, None] * T).to(weights.dtype.element_ty))
+        U = tl.dot(decay * QK * scale, T, input_precision=SOLVE_PRECISION)
+        tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
+        tl.store(decays + (chunk * HV + h) * C + r, tl.exp2(G))

@@ -1,35 +1,38 @@
 """Kernel 3: the states, one chunk after the other, and the outputs in the same loop.
 
-With T of the prepare kernel, S the state before the chunk and ``decay`` between two of its tokens:
+With W and U of the prepare kernel and S the state before the chunk:
 
-    D   = T (V - since_start * (K S))
-    O   = scale (since_start * (Q S) + (decay * (Q K^T)) D)
-    S  <- decay_of_chunk S + K^T (decay_to_end * D)
+    R   = V - since_start * (K S)
+    O   = scale since_start * (Q S) + U R
+    S  <- decay_of_chunk S + K^T (W R)
 
 A program is one sequence, one value head and BV columns of V: the columns of S do not depend on
-each other. S stays in registers from the first chunk to the last, as tiles of BK rows (up to four).
+each other. Everything is kept transposed, with those columns as rows: then S^T, R^T and (W R)^T are
+always the left operand of the next product, which tensor cores take from the registers that hold
+it, and only what comes from memory goes through shared memory. S stays in registers from the first
+chunk to the last, as tiles of BK columns (up to four).
 """
 
 import triton
 import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import sequence_bounds
-from csrc_free_ops.gdn.prepare import load_rows, normalise
+from csrc_free_ops.gdn.prepare import load_rows, normalise, offsets
 
 
 @triton.jit
-def _load_tile(state, kd, vd, stride_k, stride_v, K: tl.constexpr, V: tl.constexpr):
-    """A tile [BK, BV] of a state, in float32."""
-    inside = (kd < K)[:, None] & (vd < V)[None, :]
-    at = state + kd[:, None].to(tl.int64) * stride_k + vd[None, :].to(tl.int64) * stride_v
+def _load_tile(state, vd, kd, stride_v, stride_k, V: tl.constexpr, K: tl.constexpr):
+    """A tile [BV, BK] of a state, in float32."""
+    inside = (vd < V)[:, None] & (kd < K)[None, :]
+    at = state + vd[:, None].to(tl.int64) * stride_v + kd[None, :].to(tl.int64) * stride_k
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_tile(state, S, kd, vd, wanted, K: tl.constexpr, V: tl.constexpr):
-    """Writes a tile [BK, BV] of a state that lies [V, K] in memory."""
-    inside = (kd < K)[:, None] & (vd < V)[None, :] & wanted
-    at = state + kd[:, None] + vd[None, :] * K
+def _store_tile(state, S, vd, kd, wanted, V: tl.constexpr, K: tl.constexpr):
+    """Writes a tile [BV, BK] of a state that lies [V, K] in memory."""
+    inside = (vd < V)[:, None] & (kd < K)[None, :] & wanted
+    at = state + vd[:, None] * K + kd[None, :]
     tl.store(at, S.to(state.dtype.element_ty), mask=inside)
 
 
@@ -38,39 +41,46 @@ def _store_state(
     state, S0, S1, S2, S3, vd, wanted, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
     NK: tl.constexpr,
 ):  # fmt: skip
-    """Writes the columns vd of a state."""
+    """Writes the rows vd of a state."""
     kd = tl.arange(0, BK)
-    _store_tile(state, S0, kd, vd, wanted, K, V)
+    _store_tile(state, S0, vd, kd, wanted, V, K)
     if NK > 1:
-        _store_tile(state, S1, BK + kd, vd, wanted, K, V)
+        _store_tile(state, S1, vd, BK + kd, wanted, V, K)
     if NK > 2:
-        _store_tile(state, S2, 2 * BK + kd, vd, wanted, K, V)
+        _store_tile(state, S2, vd, 2 * BK + kd, wanted, V, K)
     if NK > 3:
-        _store_tile(state, S3, 3 * BK + kd, vd, wanted, K, V)
+        _store_tile(state, S3, vd, 3 * BK + kd, wanted, V, K)
+
+
+@triton.jit
+def _halves(x):
+    """The left and the right half of the columns of a matrix."""
+    n: tl.constexpr = x.shape[0]
+    m: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, [n, 2, m]), [0, 2, 1]))
 
 
 @triton.jit
 def _read_tile(
-    q, k, S, KS, QS, QK, first, r, d, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
-    q_factor, k_factor, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q, k, S, KS, QS, r, d, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d, q_factor,
+    k_factor, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of BK rows of S to K S, Q S and Q K^T; returns them and the tile of k."""
-    k_tile = load_rows(k, first, r, d, token_ok, k_stride_t, k_stride_d, K, BK)
-    q_tile = load_rows(q, first, r, d, token_ok, q_stride_t, q_stride_d, K, BK)
+    """Adds the share of BK columns of S^T to (K S)^T and (Q S)^T; also returns the tile of k."""
+    k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
+    q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
     if L2NORM:
         k_tile = normalise(k_tile, k_factor)
         q_tile = normalise(q_tile, q_factor)
     S = S.to(k_tile.dtype)
-    KS = tl.dot(k_tile, S, KS, input_precision=PRECISION)
-    QS = tl.dot(q_tile, S, QS, input_precision=PRECISION)
-    QK = tl.dot(q_tile, tl.trans(k_tile), QK, input_precision=PRECISION)
-    return KS, QS, QK, k_tile
+    KS = tl.dot(S, tl.trans(k_tile), KS, input_precision=PRECISION)
+    QS = tl.dot(S, tl.trans(q_tile), QS, input_precision=PRECISION)
+    return KS, QS, k_tile
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "rows"])
 def scan_kernel(
-    q, k, v, initial_state, cu_seqlens, chunk_starts, inverses, gates, norms,
+    q, k, v, initial_state, cu_seqlens, chunk_starts, weights, decays, norms,
     out,  # dtype of v [B, tokens, HV, V]
     final_state,  # float32 [sequences, HV, V, K]
     h,  # [rows, HV, V, K]
@@ -79,8 +89,9 @@ def scan_kernel(
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     v_stride_b, v_stride_t, v_stride_h, v_stride_d, s_stride_n, s_stride_h, s_stride_v, s_stride_k,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, PARTS: tl.constexpr, HAS_CU: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_FINAL: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
 ):  # fmt: skip
     V_TILES: tl.constexpr = (V + BV - 1) // BV
@@ -103,105 +114,109 @@ def scan_kernel(
         end = begin + tokens
         first_chunk = i * tl.cdiv(tokens, C)
     # More than there is scratch for only if cu_seqlens breaks its rules.
-    count = tl.minimum(tl.cdiv(end - begin, C), chunks - first_chunk)
+    count = tl.minimum(tl.cdiv(end - begin, C), chunks - first_chunk).to(tl.int32)
+    length = (end - begin).to(tl.int32)
     h_row = first_chunk
     if H_LAYOUT == 2:
         h_row = tl.load(h_cu_starts + i)
 
-    q += row * q_stride_b + q_head * q_stride_h
-    k += row * k_stride_b + q_head * k_stride_h
-    v += row * v_stride_b + v_head * v_stride_h
-    out += (row * tokens * HV + v_head) * V
-    h += v_head * V * K
+    q += row * q_stride_b + q_head * q_stride_h + begin * q_stride_t
+    k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
+    v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
+    out += ((row * tokens + begin) * HV + v_head) * V
+    weights += (first_chunk * HV + v_head) * (2 * C * C)
+    decays += (first_chunk * HV + v_head) * C
+    norms += (first_chunk * HQ + q_head) * (2 * C)
+    h += (h_row * HV + v_head) * (V * K)
 
-    S0 = tl.zeros([BK, BV], tl.float32)
+    S0 = tl.zeros([BV, BK], tl.float32)
     S1 = S0
     S2 = S0
     S3 = S0
     if HAS_STATE:
         given = initial_state + i * s_stride_n + v_head * s_stride_h
-        S0 = _load_tile(given, kd, vd, s_stride_k, s_stride_v, K, V)
+        S0 = _load_tile(given, vd, kd, s_stride_v, s_stride_k, V, K)
         if NK > 1:
-            S1 = _load_tile(given, BK + kd, vd, s_stride_k, s_stride_v, K, V)
+            S1 = _load_tile(given, vd, BK + kd, s_stride_v, s_stride_k, V, K)
         if NK > 2:
-            S2 = _load_tile(given, 2 * BK + kd, vd, s_stride_k, s_stride_v, K, V)
+            S2 = _load_tile(given, vd, 2 * BK + kd, s_stride_v, s_stride_k, V, K)
         if NK > 3:
-            S3 = _load_tile(given, 3 * BK + kd, vd, s_stride_k, s_stride_v, K, V)
+            S3 = _load_tile(given, vd, 3 * BK + kd, s_stride_v, s_stride_k, V, K)
 
     for m in range(count):
-        chunk = first_chunk + m
-        first = begin + m * C
-        token_ok = first + r < end
+        token_ok = m * C + r < length
         if H_LAYOUT == 1:
-            _store_state(h + chunk * HV * V * K, S0, S1, S2, S3, vd, chunk < rows, K, V, BK, NK)
+            wanted = h_row + m < rows
+            _store_state(h, S0, S1, S2, S3, vd, wanted, K, V, BK, NK)
+            h += HV * V * K
 
         # What does not depend on S.
         q_factor = tl.zeros([C], tl.float32)
         k_factor = q_factor
         if L2NORM:
-            norms_at = norms + (chunk * HQ + q_head) * 2 * C + r
-            q_factor = tl.load(norms_at)
-            k_factor = tl.load(norms_at + C)
-        gates_at = gates + (chunk * HV + v_head) * PARTS * C + r
-        G = tl.load(gates_at)
-        exponent = G[:, None] - G[None, :]
-        if PARTS == 2:
-            rest = tl.load(gates_at + C)
-            exponent += rest[:, None] - rest[None, :]
-        not_above = r[:, None] >= r[None, :]
-        decay = tl.exp2(tl.where(not_above, exponent, float("-inf")))
-        since_start = tl.exp2(G)
-        of_chunk = tl.sum(tl.where(r == C - 1, since_start, 0.0), 0)
-        to_end = tl.sum(tl.where((r == C - 1)[:, None], decay, 0.0), 0)
-        T = tl.load(inverses + (chunk * HV + v_head) * C * C + r[:, None] * C + r[None, :])
-        values = load_rows(v, first, r, vd, token_ok, v_stride_t, v_stride_d, V, BV)
+            q_factor = tl.load(norms + r)
+            k_factor = tl.load(norms + C + r)
+        since_start = tl.load(decays + r)
+        of_chunk = tl.load(decays + C - 1)
+        rows_of_weights = tl.arange(0, 2 * C)[:, None]
+        WU = tl.load(weights + rows_of_weights * C + r[None, :])
+        v_at = v + offsets(vd, v_stride_d, r, v_stride_t, WIDE)
+        if V % BV == 0:
+            values = tl.load(v_at, mask=token_ok[None, :], other=0.0)
+        else:
+            values = tl.load(v_at, mask=token_ok[None, :] & (vd < V)[:, None], other=0.0)
 
-        KS = tl.zeros([C, BV], tl.float32)
-        QS = tl.zeros([C, BV], tl.float32)
-        QK = tl.zeros([C, C], tl.float32)
-        KS, QS, QK, k0 = _read_tile(
-            q, k, S0, KS, QS, QK, first, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-            k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION,
+        KS = tl.zeros([BV, C], tl.float32)
+        QS = tl.zeros([BV, C], tl.float32)
+        KS, QS, k0 = _read_tile(
+            q, k, S0, KS, QS, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
+            q_factor, k_factor, K, BK, L2NORM, PRECISION, WIDE,
         )  # fmt: skip
         k1 = k0
         k2 = k0
         k3 = k0
         if NK > 1:
-            KS, QS, QK, k1 = _read_tile(
-                q, k, S1, KS, QS, QK, first, r, BK + kd, token_ok, q_stride_t, q_stride_d,
-                k_stride_t, k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION,
+            KS, QS, k1 = _read_tile(
+                q, k, S1, KS, QS, r, BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
+                k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
         if NK > 2:
-            KS, QS, QK, k2 = _read_tile(
-                q, k, S2, KS, QS, QK, first, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d,
-                k_stride_t, k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION,
+            KS, QS, k2 = _read_tile(
+                q, k, S2, KS, QS, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
+                k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
         if NK > 3:
-            KS, QS, QK, k3 = _read_tile(
-                q, k, S3, KS, QS, QK, first, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d,
-                k_stride_t, k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION,
+            KS, QS, k3 = _read_tile(
+                q, k, S3, KS, QS, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
+                k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
 
-        right = values.to(tl.float32) - since_start[:, None] * KS
-        D = tl.dot(T, right.to(T.dtype), input_precision=PRECISION)
-
-        O = since_start[:, None] * QS
-        O = tl.dot((decay * QK).to(T.dtype), D.to(T.dtype), O, input_precision=PRECISION) * scale
-        out_at = out + (first + r)[:, None] * (HV * V) + vd[None, :]
-        tl.store(out_at, O.to(out.dtype.element_ty), mask=token_ok[:, None] & (vd < V)[None, :])
-
-        writes = (to_end[:, None] * D).to(T.dtype)
-        S0 = tl.dot(tl.trans(k0), writes, of_chunk * S0, input_precision=PRECISION)
+        R = (values.to(tl.float32) - since_start[None, :] * KS).to(WU.dtype)
+        D, UR = _halves(tl.dot(R, tl.trans(WU), input_precision=PRECISION))
+        O = QS * (scale * since_start)[None, :] + UR
+        D = D.to(WU.dtype)
+        S0 = tl.dot(D, k0, of_chunk * S0, input_precision=PRECISION)
         if NK > 1:
-            S1 = tl.dot(tl.trans(k1), writes, of_chunk * S1, input_precision=PRECISION)
+            S1 = tl.dot(D, k1, of_chunk * S1, input_precision=PRECISION)
         if NK > 2:
-            S2 = tl.dot(tl.trans(k2), writes, of_chunk * S2, input_precision=PRECISION)
+            S2 = tl.dot(D, k2, of_chunk * S2, input_precision=PRECISION)
         if NK > 3:
-            S3 = tl.dot(tl.trans(k3), writes, of_chunk * S3, input_precision=PRECISION)
+            S3 = tl.dot(D, k3, of_chunk * S3, input_precision=PRECISION)
+        out_at = out + offsets(vd, 1, r, HV * V, WIDE)
+        out_ok = token_ok[None, :] & (vd < V)[:, None]
+        tl.store(out_at, O.to(out.dtype.element_ty), mask=out_ok)
 
         if H_LAYOUT == 2:
-            wanted = (first + C <= end) & (h_row + m < rows)
-            _store_state(h + (h_row + m) * HV * V * K, S0, S1, S2, S3, vd, wanted, K, V, BK, NK)
+            wanted = (m * C + C <= length) & (h_row + m < rows)
+            _store_state(h, S0, S1, S2, S3, vd, wanted, K, V, BK, NK)
+            h += HV * V * K
+        q += C * q_stride_t
+        k += C * k_stride_t
+        v += C * v_stride_t
+        out += C * HV * V
+        weights += HV * 2 * C * C
+        decays += HV * C
+        norms += HQ * 2 * C
 
     if HAS_FINAL:
         _store_state(
