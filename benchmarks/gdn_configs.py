@@ -39,8 +39,9 @@ PREPARE = [
     "prepare_registers=168",
     "prepare_warps=8",
     "prepare_bk=64",
-    "heads=2",
-    "heads=2,prepare_warps=8",
+    "heads=1",
+    "heads=1,prepare_registers=168",
+    "heads=1,prepare_warps=8",
 ]
 SCAN = [
     "bk=128",
@@ -100,7 +101,7 @@ def main() -> None:
 def parse(text: str) -> GdnConfig:
     """The configuration that a text stands for."""
     facts = device_facts(environment.default_device())
-    config = default_config(HEAD_SIZE, HEAD_SIZE, torch.bfloat16, facts)
+    config = default_config(HEAD_SIZE, HEAD_SIZE, 2, torch.bfloat16, facts)
     if text == "default":
         return config
     fields = dict(pair.split("=") for pair in text.split(","))

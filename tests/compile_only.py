@@ -213,7 +213,7 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
             "h_dtype": torch.float32,
             **changes,
         }
-        config = default_config(K, V, dtype, device)
+        config = default_config(K, V, Hv // Hq, dtype, device)
         bound = shared_memory_bound(config, K, dtype.itemsize)
         what = f"{str(dtype).removeprefix('torch.')}, K={K}, V={V}, h={h_layout}"
         reason = unsupported(q, q, v, device)

@@ -26,28 +26,31 @@ class GdnConfig(NamedTuple):
 
     prepare_bk: int  # columns of q and k at a time in prepare
     prepare_warps: int
+    heads: int  # value heads of a program of prepare, a divisor of those of a head of q and k
     bk: int  # columns of a tile of S^T in the scan
     bv: int  # its rows: columns of S that a program of the scan keeps
     scan_warps: int
     scan_stages: int  # chunks whose loads are under way in the scan, its own among them
-    heads: int = 1  # value heads of a program of prepare, a divisor of those of a head of q and k
     prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
     scan_registers: int | None = None
 
 
-def default_config(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> GdnConfig:
-    """Tile shapes for head sizes K and V: the most stages whose shared memory the device has.
+def default_config(
+    K: int, V: int, group: int, dtype: torch.dtype, device: DeviceFacts
+) -> GdnConfig:
+    """Tile shapes for head sizes K and V and ``group`` heads of v for each of q and k.
 
     The same for all tokens and sequences, so that the bits of a sequence depend on nothing else.
-    Not tuned yet: no GPU has run them.
+    As many stages as the device has shared memory for. Not tuned yet: no GPU has run them.
     """
     # 64 rows are those of one product on Hopper's tensor cores. A product of float32 is three: half
     # as many rows, half as much code.
     narrow = dtype.itemsize == 2
     bk, bv = min(_pow2(K), 64), min(_pow2(V), 64 if narrow else 32)
-    prepare_bk = min(_pow2(K), 128 if narrow else 64)
+    prepare_bk = 128 if narrow and device.shared_memory > 65536 else 64 if narrow else 32
+    heads = 1 if group % 2 else 2
     for stages in (3, 2, 1):
-        config = GdnConfig(prepare_bk, 4, bk, bv, 4, stages)
+        config = GdnConfig(min(_pow2(K), prepare_bk), 4, heads, bk, bv, 4, stages)
         if shared_memory_bound(config, K, dtype.itemsize) <= device.shared_memory:
             break
     return config
@@ -55,7 +58,7 @@ def default_config(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> G
 
 def shared_memory_bound(config: GdnConfig, K: int, itemsize: int) -> int:
     """Bytes of shared memory that a program may take, from above (tests/compile_only.py checks)."""
-    prepare = max(3 * C * config.prepare_bk * itemsize, 2 * C * C * 4) + 2048
+    prepare = 3 * C * config.prepare_bk * itemsize + 6 * C * C
     keys = C * config.bk * -(-K // config.bk)
     weights = 2 * C * C
     if config.scan_stages > 1:
@@ -77,7 +80,7 @@ def unsupported(
     **_: Any,
 ) -> str | None:
     """Why the kernels cannot take a legal problem, in words; None if they can."""
-    config = default_config(q.shape[3], v.shape[3], q.dtype, device)
+    config = default_config(q.shape[3], v.shape[3], v.shape[2] // q.shape[2], q.dtype, device)
     needed = shared_memory_bound(config, q.shape[3], q.dtype.itemsize)
     if needed > device.shared_memory:
         return (
@@ -113,7 +116,7 @@ def plan_gdn(
     B, T, Hq, K = q.shape
     Hv, V = v.shape[2:]
     if config is None:
-        config = default_config(K, V, q.dtype, device)
+        config = default_config(K, V, Hv // Hq, q.dtype, device)
     has_cu = cu_seqlens_dtype is not None
     if has_cu:  # the most that any lengths can need
         m = min(sequences, T)
@@ -163,7 +166,9 @@ def plan_gdn(
             NK=-(-K // config.prepare_bk), BLOCK_V=_pow2(V),
             SOLVE_PRECISION=solve_precision, EXACT=exact,
         ),
-        options=dict(num_warps=config.prepare_warps, maxnreg=config.prepare_registers),
+        options=dict(
+            num_warps=config.prepare_warps, num_stages=1, maxnreg=config.prepare_registers
+        ),
     )  # fmt: skip
     state = initial_state
     s_strides = (0, 0, 0, 0) if state is None else state.stride

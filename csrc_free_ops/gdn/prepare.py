@@ -10,7 +10,7 @@ For each chunk of 64 tokens and each value head, with ``decay[t,s] = exp(g[s+1] 
 besides decays since the start of the chunk and, with ``qk_l2norm``, the factors that normalise q
 and k: what the scan would otherwise compute again for each tile of V.
 
-A program is one chunk of HEADS value heads, which share the products of a head of q and k. With
+A program is one chunk of HEADS value heads, which share the tiles of a head of q and k. With
 four warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one
 warp alone exchange nothing with the others.
 """
@@ -24,18 +24,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _diagonal_blocks(A):
-    """The blocks [4, 16, 16] on the diagonal of a matrix [64, 64]."""
+def _blocks_of_16(A, below: tl.constexpr):
+    """The blocks [4, 16, 16] on the diagonal of a matrix [64, 64], or that many below it."""
     row = tl.arange(0, 4)[:, None, None, None]
     column = tl.arange(0, 4)[None, None, :, None]
-    return tl.sum(tl.where(row == column, tl.reshape(A, [4, 16, 4, 16]), 0.0), 2)
-
-
-@triton.jit
-def _from_diagonal_blocks(X):
-    row = tl.arange(0, 4)[:, None, None, None]
-    column = tl.arange(0, 4)[None, None, :, None]
-    return tl.reshape(tl.where(row == column, X[:, :, None, :], 0.0), [64, 64])
+    return tl.sum(tl.where(row == column + below, tl.reshape(A, [4, 16, 4, 16]), 0.0), 2)
 
 
 @triton.jit
@@ -50,43 +43,57 @@ def _double_within_16(X, A, n: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _invert_16(A, PRECISION: tl.constexpr):
-    """(I + A)^-1 of strictly lower triangular matrices [4, 16, 16]: I - A of blocks of 2 rows."""
+    """(I + A)^-1 of the strictly lower triangles of [4, 16, 16]: I - A of blocks of 2 rows."""
     row = tl.arange(0, 16)[None, :, None]
     column = tl.arange(0, 16)[None, None, :]
-    X = tl.where(row // 2 == column // 2, -A, 0.0) + tl.where(row == column, 1.0, 0.0)
+    X = tl.where(row // 2 == column // 2, tl.where(row > column, -A, 1.0), 0.0)
+    X = tl.where(row < column, 0.0, X)
     X = _double_within_16(X, A, 2, PRECISION)
     X = _double_within_16(X, A, 4, PRECISION)
     return _double_within_16(X, A, 8, PRECISION)
 
 
 @triton.jit
-def _double(X, A, n: tl.constexpr, PRECISION: tl.constexpr):
-    """As `_double_within_16`, for blocks on the diagonal of [64, 64].
+def _double_16(X, A, PRECISION: tl.constexpr):
+    """From the inverses [4, 16, 16] of blocks those of two, as [64, 64]."""
+    second = tl.arange(0, 2)[None, :, None, None]
+    firsts = tl.sum(tl.where(second == 0, tl.reshape(X, [2, 2, 16, 16]), 0.0), 1)
+    firsts = tl.broadcast_to(firsts[:, None, :, :], [2, 2, 16, 16])
+    right = tl.dot(_blocks_of_16(A, 1), tl.reshape(firsts, [4, 16, 16]), input_precision=PRECISION)
+    corner = tl.dot(X, right, input_precision=PRECISION)
+    row = tl.arange(0, 4)[:, None, None, None]
+    column = tl.arange(0, 4)[None, None, :, None]
+    is_corner = (row == column + 1) & (row % 2 == 1)
+    X = tl.where(row == column, X[:, :, None, :], tl.where(is_corner, -corner[:, :, None, :], 0.0))
+    return tl.reshape(X, [64, 64])
 
-    A row has one such block, and one corner: as [64, n] they take 64/n times fewer products.
-    """
-    m: tl.constexpr = 64 // n
-    t = tl.arange(0, 64)[:, None]
-    s = tl.arange(0, 64)[None, :]
-    corner = tl.where((t // (2 * n) == s // (2 * n)) & (t // n > s // n), A, 0.0)
-    row = (tl.arange(0, 64) // n)[:, None, None]
-    column = tl.arange(0, m)[None, :, None]
-    blocks = tl.sum(tl.where(row == column, tl.reshape(X, [64, m, n]), 0.0), 1)
-    right = tl.dot(corner, blocks, input_precision=PRECISION)
-    found = tl.dot(X, right, input_precision=PRECISION)
-    return X - tl.reshape(tl.where(row == column + 1, found[:, None, :], 0.0), [64, 64])
+
+@triton.jit
+def halves(x):
+    """The left and the right half of the columns of a matrix."""
+    n: tl.constexpr = x.shape[0]
+    m: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, [n, 2, m]), [0, 2, 1]))
+
+
+@triton.jit
+def _double_32(X, A, PRECISION: tl.constexpr):
+    """From the inverses X [64, 64] of two blocks of 32 rows that of both."""
+    left, right = halves(X)  # below the first 32 rows the left half is zero still
+    corner = tl.dot(X, tl.dot(A, left, input_precision=PRECISION), input_precision=PRECISION)
+    left -= tl.where(tl.arange(0, 64)[:, None] >= 32, corner, 0.0)
+    return tl.reshape(tl.permute(tl.join(left, right), [0, 2, 1]), [64, 64])
 
 
 @triton.jit
 def invert_unit_lower_64(A, PRECISION: tl.constexpr):
-    """(I + A)^-1 of a strictly lower triangular matrix [64, 64], from small blocks to larger ones.
+    """(I + A)^-1 of the strictly lower triangle of [64, 64], from small blocks to larger ones.
 
-    Powers of A, the other way to do it by products, grow far beyond the result where keys are long,
-    and cancel.
+    Above the diagonal A must be zero. Powers of A, the other way to do it by products, grow far
+    beyond the result where keys are long, and cancel.
     """
-    X = _from_diagonal_blocks(_invert_16(_diagonal_blocks(A), PRECISION))
-    X = _double(X, A, 16, PRECISION)
-    return _double(X, A, 32, PRECISION)
+    X = _invert_16(_blocks_of_16(A, 0), PRECISION)
+    return _double_32(_double_16(X, A, PRECISION), A, PRECISION)
 
 
 @triton.jit
@@ -129,6 +136,25 @@ def _norm_factor(
         more = load_rows(x, r, d, token_ok, stride_t, stride_d, K, BK, WIDE).to(tl.float32)
         squares += tl.sum(more * more, 1)
     return tl.rsqrt(squares + 1e-6)
+
+
+@triton.jit
+def _product(
+    x, y, x_tile, y_tile, x_factor, y_factor, r, token_ok, x_stride_t, x_stride_d, y_stride_t,
+    y_stride_d, K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, L2NORM: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The products of all rows of x and y, whose first columns the tiles hold."""
+    product = tl.dot(x_tile, tl.trans(y_tile), input_precision=PRECISION)
+    for n in tl.static_range(1, NK):
+        d = n * BK + tl.arange(0, BK)
+        x_tile = load_rows(x, r, d, token_ok, x_stride_t, x_stride_d, K, BK, WIDE)
+        y_tile = load_rows(y, r, d, token_ok, y_stride_t, y_stride_d, K, BK, WIDE)
+        if L2NORM:
+            x_tile = normalise(x_tile, x_factor)
+            y_tile = normalise(y_tile, y_factor)
+        product = tl.dot(x_tile, tl.trans(y_tile), product, input_precision=PRECISION)
+    return product
 
 
 @triton.jit
@@ -204,18 +230,6 @@ def prepare_kernel(
             tl.store(norms_at + C, k_factor)
         k_tile = normalise(k_tile, k_factor)
         q_tile = normalise(q_tile, q_factor)
-    KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
-    QK = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    for n in tl.static_range(1, NK):
-        d = n * BK + tl.arange(0, BK)
-        k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
-        q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
-        if L2NORM:
-            k_tile = normalise(k_tile, k_factor)
-            q_tile = normalise(q_tile, q_factor)
-        KK = tl.dot(k_tile, tl.trans(k_tile), KK, input_precision=PRECISION)
-        QK = tl.dot(q_tile, tl.trans(k_tile), QK, input_precision=PRECISION)
-
     for j in range(HEADS):
         h = (first_head + j).to(tl.int64)
         gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=token_ok, other=0.0)
@@ -231,10 +245,18 @@ def prepare_kernel(
         decay = tl.exp2(tl.where(r[:, None] >= r[None, :], exponent, float("-inf")))
         to_end = tl.exp2((tl.sum(tl.where(r == C - 1, total, 0.0), 0) - total).to(tl.float32))
 
-        A = tl.where(r[:, None] > r[None, :], strength[:, None] * decay * KK, 0.0)
-        T = invert_unit_lower_64(A, SOLVE_PRECISION) * strength[None, :]
+        KK = _product(
+            k, k, k_tile, k_tile, k_factor, k_factor, r, token_ok, k_stride_t, k_stride_d,
+            k_stride_t, k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE,
+        )  # fmt: skip
+        T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION)
+        T *= strength[None, :]
         W_at = weights + (chunk * HV + h) * (2 * C * C) + r[:, None] * C + r[None, :]
         tl.store(W_at, (to_end[:, None] * T).to(weights.dtype.element_ty))
+        QK = _product(
+            q, k, q_tile, k_tile, q_factor, k_factor, r, token_ok, q_stride_t, q_stride_d,
+            k_stride_t, k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE,
+        )  # fmt: skip
         U = tl.dot(decay * QK * scale, T, input_precision=SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
         tl.store(decays + (chunk * HV + h) * C + r, tl.exp2(G))

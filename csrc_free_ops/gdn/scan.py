@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import sequence_bounds
-from csrc_free_ops.gdn.prepare import load_rows, normalise, offsets
+from csrc_free_ops.gdn.prepare import halves, load_rows, normalise, offsets
 
 
 @triton.jit
@@ -50,14 +50,6 @@ def _store_state(
         _store_tile(state, S2, vd, 2 * BK + kd, wanted, V, K)
     if NK > 3:
         _store_tile(state, S3, vd, 3 * BK + kd, wanted, V, K)
-
-
-@triton.jit
-def _halves(x):
-    """The left and the right half of the columns of a matrix."""
-    n: tl.constexpr = x.shape[0]
-    m: tl.constexpr = x.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(x, [n, 2, m]), [0, 2, 1]))
 
 
 @triton.jit
@@ -192,7 +184,7 @@ def scan_kernel(
             )  # fmt: skip
 
         R = (values.to(tl.float32) - since_start[None, :] * KS).to(WU.dtype)
-        D, UR = _halves(tl.dot(R, tl.trans(WU), input_precision=PRECISION))
+        D, UR = halves(tl.dot(R, tl.trans(WU), input_precision=PRECISION))
         O = QS * (scale * since_start)[None, :] + UR
         D = D.to(WU.dtype)
         S0 = tl.dot(D, k0, of_chunk * S0, input_precision=PRECISION)
