@@ -67,10 +67,12 @@ class Model:
     batch_invariant: bool = False
     lengths: bool = True
     positions_first: bool = False
+    float8: bool = False  # caches and scales
 
 
 ALL = (torch.bfloat16, torch.float16, torch.float32)
 TWO = (torch.bfloat16, torch.float32)
+HALVES = (torch.bfloat16, torch.float16)
 MODELS = {
     "llama-3-8b": Model(32, 8, 128, dtypes=ALL, rows=(1, 4, 512)),
     "llama-3-70b": Model(64, 8, 128, B=64, rows=(8,)),
@@ -92,6 +94,19 @@ MODELS = {
     ),
     "batch invariant": Model(32, 8, 128, dtypes=TWO, rows=(1, 4), batch_invariant=True),
     "widest head in float32": Model(8, 8, 256, dtypes=(torch.float32,), rows=(16,)),
+    "float8, llama-3-8b": Model(32, 8, 128, dtypes=HALVES, rows=(1, 4, 512), float8=True),
+    "float8, qwen3-next": Model(16, 2, 256, rows=(1, 16), float8=True),
+    "float8, gpt-oss-120b": Model(
+        64, 8, 64, sinks=torch.bfloat16, left_window=127, positions_first=True, float8=True
+    ),
+    "float8, head size 80": Model(32, 32, 80, dtypes=(torch.float16,), float8=True),
+    "float8, deepseek (192 and 128)": Model(16, 16, 192, Dv=128, float8=True),
+    "float8, odd head sizes": Model(8, 8, 33, Dv=31, float8=True),
+    "float8, additive mask, everything on": Model(
+        32, 8, 128, rows=(4,), mask=torch.float32, sinks=torch.float32, softcap=30.0,
+        left_window=511, lengths=False, float8=True,
+    ),
+    "float8, batch invariant": Model(32, 8, 128, batch_invariant=True, float8=True),
 }  # fmt: skip
 
 
@@ -105,12 +120,16 @@ def decode(name: str) -> Iterator[tuple[str, int]]:
     for model_name, model in MODELS.items():
         for dtype, rows in itertools.product(model.dtypes, model.rows):
             query = contiguous_facts((model.B, model.Hq, rows, model.D), dtype)
-            key = _cache(model, model.D, dtype)
-            value = _cache(model, model.Dv or model.D, dtype)
+            cache_dtype = torch.float8_e4m3fn if model.float8 else dtype
+            scale = (model.Hkv,) if model.float8 else None
+            key = _cache(model, model.D, cache_dtype)
+            value = _cache(model, model.Dv or model.D, cache_dtype)
             options: dict[str, Any] = {
                 "lengths_dtype": torch.int32 if model.lengths else None,
                 "mask": _mask(model, rows),
                 "sinks_dtype": model.sinks,
+                "k_scale": scale,
+                "v_scale": scale,
                 "is_causal": rows > 1,
                 "offset": 0,
                 "scale": model.D**-0.5,
@@ -159,6 +178,16 @@ def cache(name: str) -> Iterator[tuple[str, int]]:
             write = plan_scatter(caches, updates, indices, device, axis=-2, circular=circular)
             (part,) = write.parts
             what = f"{count} caches of {heads} x {size}, {dtype}, circular={circular}"
+            yield what, part.launch.compile_for(gpu).metadata.shared
+        scales = (contiguous_facts((), torch.float32), contiguous_facts((heads,), torch.float32))
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            caches = (contiguous_facts((4, heads, 4096, size), torch.float8_e4m3fn),) * 2
+            updates = (contiguous_facts((4, heads, rows, size), dtype),) * 2
+            write = plan_scatter(
+                caches, updates, indices, device, axis=-2, circular=False, scales=scales
+            )
+            (part,) = write.parts
+            what = f"float8 caches of {heads} x {size} from {dtype}"
             yield what, part.launch.compile_for(gpu).metadata.shared
 
 

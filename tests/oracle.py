@@ -31,6 +31,8 @@ def decode(
     nonpad_kv_seqlen: torch.Tensor | None = None,
     attn_mask: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
     *,
     is_causal: bool = False,
     scale: float | None = None,
@@ -74,7 +76,9 @@ def decode(
             length = capacity
             offset = past
         for h in range(q_heads):
-            keys, values = k[b, h // group], v[b, h // group]
+            with np.errstate(invalid="ignore"):  # a scale may be infinite
+                keys = k[b, h // group] * _scale_of(k_scale, h // group)
+                values = v[b, h // group] * _scale_of(v_scale, h // group)
             sink = -math.inf if sinks is None else float(sinks[h])
             for i in range(q_length):
                 visible = np.arange(capacity) < length
@@ -148,6 +152,13 @@ def _attend(
     return row, out
 
 
+def _scale_of(scales: torch.Tensor | None, kv_head: int) -> float:
+    """What a float8 number of this head stands for, as a multiple of itself."""
+    if scales is None:
+        return 1.0
+    return float(scales if scales.dim() == 0 else scales[kv_head])
+
+
 def _mask_row(
     mask: torch.Tensor, b: int, h: int, i: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -198,3 +209,42 @@ def tensor_scatter(
                 continue  # outside; a negative index skips its row, whatever the update's length
             cache[b].select(axis - 1, position).copy_(update[b].select(axis - 1, s))
     return cache
+
+
+def float8_values() -> np.ndarray:
+    """The 256 numbers of float8_e4m3fn by their byte, from its definition."""
+    bytes_ = np.arange(256)
+    sign, exponent, mantissa = bytes_ >> 7, bytes_ >> 3 & 15, bytes_ & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    values = np.where((exponent == 15) & (mantissa == 7), np.nan, values)
+    return np.where(sign == 1, -values, values)
+
+
+def to_float8(numbers: torch.Tensor) -> torch.Tensor:
+    """The nearest float8_e4m3fn, at a tie the even one; beyond 448 that, and NaN for NaN."""
+    x = _float64(numbers).reshape(-1)
+    positive = float8_values()[:127]  # up to 448, in order
+    size = np.abs(np.where(np.isnan(x), 0.0, x))
+    above = np.minimum(np.searchsorted(positive, size), 126)
+    below = np.maximum(above - 1, 0)
+    to_above, to_below = positive[above] - size, size - positive[below]
+    is_above = (to_above < to_below) | ((to_above == to_below) & (above % 2 == 0))
+    codes = np.where(is_above | (size >= 448), above, below) | np.where(np.signbit(x), 128, 0)
+    codes = np.where(np.isnan(x), 127, codes).astype(np.uint8)
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn).reshape(numbers.shape)
+
+
+def quantised(
+    update: torch.Tensor, scale: torch.Tensor | None, heads_dim: int | None = None
+) -> torch.Tensor:
+    """``update / scale`` in float8; the division in float32, as the contract has it."""
+    x = update.detach().cpu().to(torch.float32)
+    if scale is not None:
+        scale = scale.detach().cpu()
+        if scale.dim() == 1:
+            assert heads_dim is not None
+            shape = [1] * x.dim()
+            shape[heads_dim] = -1
+            scale = scale.view(shape)
+        x = x / scale
+    return to_float8(x)

@@ -49,6 +49,12 @@ FLAT = {
     "value": _zeros(B, T, HKV * DV),
 }
 HEADS = {"q_num_heads": HQ, "kv_num_heads": HKV}
+FLOAT8 = torch.float8_e4m3fn
+CACHES = {
+    "query": GOOD["query"].half(),
+    "key": GOOD["key"].to(FLOAT8),
+    "value": GOOD["value"].to(FLOAT8),
+}
 LENGTHS = torch.full((B,), 3, dtype=torch.int32)
 PAST = {"past_key": _zeros(B, HKV, 5, D), "past_value": _zeros(B, HKV, 5, DV)}
 ORDER = {
@@ -98,10 +104,48 @@ DTYPES = {
     "integers": Wrong(
         ("query", "int32"), {name: t.int() for name, t in GOOD.items()}, error=TypeError
     ),
-    "float8_without_scales": Wrong(
-        ("float8_e4m3fn",),
-        {name: GOOD[name].to(torch.float8_e4m3fn) for name in ("key", "value")},
+    "float8_under_a_float32_query": Wrong(
+        ("key", "float8_e4m3fn", "query", "float32"),
+        {**CACHES, "query": GOOD["query"]},
         error=TypeError,
+    ),
+    "float8_under_a_float64_query_with_a_scale": Wrong(
+        ("key", "float8_e4m3fn", "query", "float64"),
+        {**CACHES, "query": GOOD["query"].double(), "k_scale": _zeros()},
+        error=TypeError,
+    ),
+    "float8_key_and_a_value_that_is_not": Wrong(
+        ("value", "float16", "key", "float8_e4m3fn"),
+        {**CACHES, "value": GOOD["value"].half()},
+        error=TypeError,
+    ),
+    "float8_value_and_a_key_that_is_not": Wrong(
+        ("value", "float8_e4m3fn", "key", "float16"),
+        {**CACHES, "key": GOOD["key"].half()},
+        error=TypeError,
+    ),
+    "float8_of_another_kind": Wrong(
+        ("key", "float8_e5m2"),
+        {**CACHES, "key": GOOD["key"].to(torch.float8_e5m2)},
+        error=TypeError,
+    ),
+    "float8_query": Wrong(
+        ("query", "float8_e4m3fn"), {**CACHES, "query": GOOD["query"].to(FLOAT8)}, error=TypeError
+    ),
+    "float8_past_and_new_keys_that_are_not": Wrong(
+        ("past_key", "float8_e4m3fn", "key", "float32"),
+        {name: tensor.to(FLOAT8) for name, tensor in PAST.items()},
+        overload="present",
+        error=TypeError,
+    ),
+    "float8_new_keys_and_a_past_that_is_not": Wrong(
+        ("past_key", "float16", "key", "float8_e4m3fn"),
+        {**CACHES, **{name: tensor.half() for name, tensor in PAST.items()}},
+        overload="present",
+        error=TypeError,
+    ),
+    "k_scale_in_float16": Wrong(
+        ("k_scale", "float16"), {**CACHES, "k_scale": _zeros().half()}, error=TypeError
     ),
     "lengths_in_int16": Wrong(
         ("nonpad_kv_seqlen", "int16"), {"nonpad_kv_seqlen": LENGTHS.short()}, error=TypeError
@@ -166,6 +210,12 @@ OTHER_TENSORS = {
     "sinks_of_rank_two": Wrong(("sinks",), {"sinks": _zeros(1, HQ)}),
     "k_scale_without_float8": Wrong(("k_scale", "float8"), {"k_scale": _zeros()}),
     "v_scale_without_float8": Wrong(("v_scale", "float8"), {"v_scale": _zeros(HKV)}),
+    "k_scale_of_query_heads": Wrong(("k_scale", "4", "2"), {**CACHES, "k_scale": _zeros(HQ)}),
+    "v_scale_of_one_element": Wrong(("v_scale", "1", "2"), {**CACHES, "v_scale": _zeros(1)}),
+    "v_scale_of_rank_two": Wrong(("v_scale", "(2, 1)"), {**CACHES, "v_scale": _zeros(HKV, 1)}),
+    "scale_in_qk_without_float8": Wrong(
+        ("k_scale", "float8"), {"k_scale": _zeros()}, overload="qk"
+    ),
 }
 
 SCALARS = {
@@ -360,12 +410,16 @@ def test_views_that_are_computed_are_read_and_not_written(view: str) -> None:
 # ------------------------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("which", ["query", "key", "value", "sinks", "attn_mask"])
+@pytest.mark.parametrize(
+    "which", ["query", "key", "value", "sinks", "attn_mask", "k_scale", "v_scale"]
+)
 @pytest.mark.parametrize("how", ["eager", "fake", "compiled"])
 def test_an_input_that_requires_grad_is_an_error_under_enabled_grad(which: str, how: str) -> None:
     tensors: dict[str, torch.Tensor] = {
         **GOOD, "attn_mask": _zeros(SQ, T), "sinks": _zeros(HQ),
     }  # fmt: skip
+    if which in ("k_scale", "v_scale"):
+        tensors = {**CACHES, which: _zeros()}
     tensors[which] = tensors[which].clone().requires_grad_()
 
     def run(*args: Any) -> Any:
@@ -420,6 +474,7 @@ def test_cache_writes_refuse_gradients_too() -> None:
 # ---------------------------------------------------------------------------------- cache writes
 
 CACHE, UPDATE = _zeros(2, 3, 7, 4), _zeros(2, 3, 2, 4)
+CACHE8 = CACHE.to(FLOAT8)
 INDEX = torch.zeros(2, dtype=torch.int32)
 
 
@@ -468,6 +523,43 @@ WRITES = {
     "kv_scale_without_float8": WrongWrite(
         ("k_scale", "float8"), (CACHE, CACHE, UPDATE, UPDATE, INDEX, _zeros()), op="kv_scatter_"
     ),
+    "update_of_a_float8_cache_in_16_bits": WrongWrite(
+        ("update", "float16", "past_cache", "float8_e4m3fn", "kv_scatter_"),
+        (CACHE8, UPDATE.half()), error=TypeError,
+    ),
+    "kv_float8_update_of_another_cache": WrongWrite(
+        ("value", "float8_e4m3fn", "value_cache", "float32"),
+        (CACHE8, CACHE, UPDATE, UPDATE.to(FLOAT8)), error=TypeError, op="kv_scatter_",
+    ),
+    "kv_update_of_a_float8_cache_in_float64": WrongWrite(
+        ("key", "float64", "float8_e4m3fn"), (CACHE8, CACHE8, UPDATE.double(), UPDATE),
+        error=TypeError, op="kv_scatter_",
+    ),
+    "kv_update_of_a_float8_cache_in_another_float8": WrongWrite(
+        ("value", "float8_e5m2"), (CACHE8, CACHE8, UPDATE, UPDATE.to(torch.float8_e5m2)),
+        error=TypeError, op="kv_scatter_",
+    ),
+    "kv_scale_of_the_cache_that_is_not_float8": WrongWrite(
+        ("v_scale", "value_cache", "float32"),
+        (CACHE8, CACHE, UPDATE, UPDATE, INDEX, None, _zeros()), op="kv_scatter_",
+    ),
+    "kv_scale_of_an_update_in_float8": WrongWrite(
+        ("k_scale", "key", "float8_e4m3fn"),
+        (CACHE8, CACHE8, UPDATE.to(FLOAT8), UPDATE, INDEX, _zeros()), op="kv_scatter_",
+    ),
+    "kv_scale_in_bfloat16": WrongWrite(
+        ("v_scale", "bfloat16"),
+        (CACHE8, CACHE8, UPDATE, UPDATE, INDEX, None, _zeros().bfloat16()), error=TypeError,
+        op="kv_scatter_",
+    ),
+    "kv_scale_of_other_heads": WrongWrite(
+        ("k_scale", "7", "3"), (CACHE8, CACHE8, UPDATE, UPDATE, INDEX, _zeros(7)), op="kv_scatter_"
+    ),
+    "kv_scale_per_head_of_a_cache_without_heads": WrongWrite(
+        ("k_scale", "(3)", "rank 3"),
+        (CACHE8.flatten(2), CACHE8.flatten(2), UPDATE.flatten(2)[..., :8], UPDATE.flatten(2)[..., :8],
+         INDEX, _zeros(3)), {"axis": 2}, op="kv_scatter_",
+    ),
 }  # fmt: skip
 
 
@@ -490,7 +582,7 @@ def test_write_raises_the_same_error_in_fake_mode(name: str) -> None:
     wrong = WRITES[name]
     eager = _error(lambda: _write(wrong))
     with FakeTensorMode() as mode:
-        fakes = [mode.from_tensor(t) for t in wrong.args]
+        fakes = [None if t is None else mode.from_tensor(t) for t in wrong.args]
         fake = _error(lambda: _write(wrong, fakes))
     assert type(fake) is type(eager) and str(fake) == str(eager)
 
@@ -589,8 +681,24 @@ value_of_another_dtype
   TypeError: decode: value is bfloat16 and query float32; they must have one dtype (nothing is cast, under autocast neither): convert one of them
 integers
   TypeError: decode: query is int32; it must be float16, bfloat16, float32 or float64
-float8_without_scales
-  TypeError: decode: key is float8_e4m3fn; float8 caches are not supported yet, convert it to float32
+float8_under_a_float32_query
+  TypeError: decode: key is float8_e4m3fn and query float32; float8 caches go with float16 and bfloat16 queries: convert one of them
+float8_under_a_float64_query_with_a_scale
+  TypeError: decode: key is float8_e4m3fn and query float64; float8 caches go with float16 and bfloat16 queries: convert one of them
+float8_key_and_a_value_that_is_not
+  TypeError: decode: value is float16 and key float8_e4m3fn; caches and what is added to them are all float8_e4m3fn or none: convert one of them
+float8_value_and_a_key_that_is_not
+  TypeError: decode: value is float8_e4m3fn and key float16; caches and what is added to them are all float8_e4m3fn or none: convert one of them
+float8_of_another_kind
+  TypeError: decode: key is float8_e5m2 and query float16; they must have one dtype (nothing is cast, under autocast neither): convert one of them
+float8_query
+  TypeError: decode: query is float8_e4m3fn; it must be float16, bfloat16, float32 or float64
+float8_past_and_new_keys_that_are_not
+  TypeError: decode.present: past_key is float8_e4m3fn and key float32; caches and what is added to them are all float8_e4m3fn or none: convert one of them
+float8_new_keys_and_a_past_that_is_not
+  TypeError: decode.present: past_key is float16 and key float8_e4m3fn; caches and what is added to them are all float8_e4m3fn or none: convert one of them
+k_scale_in_float16
+  TypeError: decode: k_scale is float16; it must be float32
 lengths_in_int16
   TypeError: decode: nonpad_kv_seqlen is int16; it must be int32 or int64
 lengths_in_float
@@ -646,9 +754,17 @@ sinks_of_kv_heads
 sinks_of_rank_two
   ValueError: decode: sinks has shape (1, 4); it must be (4,), one for each query head
 k_scale_without_float8
-  ValueError: decode: k_scale is given and key is float32; scales go with float8 caches only, which are not supported yet: leave it out
+  ValueError: decode: k_scale is given and key is float32; scales go with float8_e4m3fn caches only: leave it out
 v_scale_without_float8
-  ValueError: decode: v_scale is given and key is float32; scales go with float8 caches only, which are not supported yet: leave it out
+  ValueError: decode: v_scale is given and key is float32; scales go with float8_e4m3fn caches only: leave it out
+k_scale_of_query_heads
+  ValueError: decode: k_scale has shape (4); it must be () or (2,), one for all or one for each KV head
+v_scale_of_one_element
+  ValueError: decode: v_scale has shape (1); it must be () or (2,), one for all or one for each KV head
+v_scale_of_rank_two
+  ValueError: decode: v_scale has shape (2, 1); it must be () or (2,), one for all or one for each KV head
+scale_in_qk_without_float8
+  ValueError: decode.qk: k_scale is given and key is float32; scales go with float8_e4m3fn caches only: leave it out
 """,
     )
 
@@ -730,6 +846,24 @@ kv_key_longer_than_its_cache
 kv_value_of_another_dtype
   TypeError: kv_scatter_: value is float16 and value_cache float32; they must have one dtype (nothing is cast): convert one
 kv_scale_without_float8
-  ValueError: kv_scatter_: k_scale is given; scales go with float8 caches only, which are not supported yet: leave it out
+  ValueError: kv_scatter_: k_scale is given and key_cache is float32; scales go with float8_e4m3fn caches only: leave it out
+update_of_a_float8_cache_in_16_bits
+  TypeError: tensor_scatter_: update is float16 and past_cache float8_e4m3fn; they must have one dtype (nothing is cast): convert one (kv_scatter_ quantises)
+kv_float8_update_of_another_cache
+  TypeError: kv_scatter_: value is float8_e4m3fn and value_cache float32; they must have one dtype (nothing is cast): convert one
+kv_update_of_a_float8_cache_in_float64
+  TypeError: kv_scatter_: key is float64 and key_cache float8_e4m3fn; into that go float16, bfloat16, float32 and float8_e4m3fn: convert it
+kv_update_of_a_float8_cache_in_another_float8
+  TypeError: kv_scatter_: value is float8_e5m2 and value_cache float8_e4m3fn; into that go float16, bfloat16, float32 and float8_e4m3fn: convert it
+kv_scale_of_the_cache_that_is_not_float8
+  ValueError: kv_scatter_: v_scale is given and value_cache is float32; scales go with float8_e4m3fn caches only: leave it out
+kv_scale_of_an_update_in_float8
+  ValueError: kv_scatter_: k_scale is given and key is float8_e4m3fn; only numbers that are rounded to it are divided by a scale: leave it out
+kv_scale_in_bfloat16
+  TypeError: kv_scatter_: v_scale is bfloat16; it must be float32
+kv_scale_of_other_heads
+  ValueError: kv_scatter_: k_scale has shape (7); it must be () or (3,), one for all or one for each KV head
+kv_scale_per_head_of_a_cache_without_heads
+  ValueError: kv_scatter_: k_scale has shape (3) and key_cache rank 3; it must be (), one for each KV head goes with caches of rank 4: view it as one
 """,
     )

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo.testing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
+from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import torch_attn_tiers
 
@@ -45,7 +46,18 @@ def _past() -> tuple[torch.Tensor, ...]:
     return torch.randn(B, HKV, P, D), torch.randn(B, HKV, P, DV)
 
 
+def _float8(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(tensor.to(torch.float8_e4m3fn) for tensor in tensors)
+
+
+def _over_float8() -> tuple[torch.Tensor, ...]:
+    """A float16 query over float8 caches, of which one has positions before heads."""
+    query, key, value = _strided()
+    return query.half(), *_float8(key, value.contiguous())
+
+
 LENGTHS = torch.tensor([9, 0, 5], dtype=torch.int32)
+SCALES = (torch.tensor(0.5), torch.tensor([2.0, 0.25]))
 HEADS = {"q_num_heads": HQ, "kv_num_heads": HKV}
 NO_PAST = (None, None)
 
@@ -74,6 +86,10 @@ CALLS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "qk": ("qk", (*_qkv(), *_past()), {}),
     "qk, rank 3": ("qk", (*_rank_3(), *NO_PAST, LENGTHS), {**HEADS, "qk_matmul_output_mode": 2}),
     "qk, after softmax": ("qk", (*_qkv(), *_past()), {"qk_matmul_output_mode": 3}),
+    "float8": ("default", _over_float8(), {}),
+    "float8, scales": ("default", (*_over_float8(), LENGTHS, None, None, *SCALES), {}),
+    "float8, present": ("present", (*_over_float8(), *_float8(*_past())), {"is_causal": True}),
+    "float8, qk": ("qk", (*_over_float8(), *NO_PAST, LENGTHS, None, None, *SCALES), {}),
 }
 
 with_calls = pytest.mark.parametrize("name", CALLS)
@@ -89,14 +105,20 @@ def _tuple(result: Any) -> tuple[torch.Tensor, ...]:
 @with_calls
 def test_opcheck(name: str) -> None:
     overload, args, scalars = CALLS[name]
-    opcheck(getattr(decode, overload), args, scalars)
+    checks = DEFAULT_TEST_UTILS
+    if name.startswith("float8"):  # opcheck compares arguments, which PyTorch cannot in float8
+        checks = tuple(one for one in checks if one != "test_schema")
+    opcheck(getattr(decode, overload), args, scalars, test_utils=checks)
 
 
 @with_calls
 def test_fake_kernel_has_the_real_shapes_strides_and_dtypes(name: str) -> None:
     overload, args, scalars = CALLS[name]
     for dtype in (torch.float32, torch.float16):
-        cast = [a.to(dtype) if a is not None and a.is_floating_point() else a for a in args]
+        if name.startswith("float8"):
+            cast = list(args)
+        else:
+            cast = [a.to(dtype) if a is not None and a.is_floating_point() else a for a in args]
         real = _tuple(getattr(decode, overload)(*cast, **scalars))
         with FakeTensorMode() as mode:
             faked = [a if a is None else mode.from_tensor(a) for a in cast]

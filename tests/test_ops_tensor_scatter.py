@@ -9,6 +9,7 @@ import torch
 import torch._dynamo
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
+from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import torch_attn_tiers
 from torch_attn_tiers import ColdCaptureError, DeviceFacts
@@ -49,6 +50,41 @@ def test_opcheck_tensor_scatter(name: str) -> None:
 def test_opcheck_kv_scatter() -> None:
     opcheck(kv_scatter_.default, (*_caches(), *_updates(), INDICES))
     opcheck(kv_scatter_.default, (*_caches(), *_updates()), {"write_mode": "circular"})
+
+
+def _float8_caches() -> tuple[torch.Tensor, ...]:
+    return tuple(cache.to(torch.float8_e4m3fn) for cache in _caches())
+
+
+def test_opcheck_of_float8_caches() -> None:
+    # Without the check that compares arguments, which PyTorch cannot in float8.
+    checks = tuple(one for one in DEFAULT_TEST_UTILS if one != "test_schema")
+    scales = torch.tensor(0.5), torch.tensor([0.5, 2.0])
+    args = (*_float8_caches(), *_updates(), INDICES, *scales)
+    opcheck(kv_scatter_.default, args, test_utils=checks)
+    key_cache, _ = _float8_caches()
+    args = (key_cache, key_cache[:, :, :S].clone(), INDICES)
+    opcheck(tensor_scatter_.default, args, test_utils=checks)
+
+
+def test_compiled_step_over_float8_caches_writes_in_place() -> None:
+    k_scale, v_scale = torch.tensor(0.02), torch.tensor([0.01, 0.02])
+
+    def step(query, key, value, key_cache, value_cache, lengths):  # type: ignore[no-untyped-def]
+        kv_scatter_(key_cache, value_cache, key * 2, value, lengths, k_scale, v_scale)
+        args = (query * 2, key_cache, value_cache, lengths + 1, None, None, k_scale, v_scale)
+        return decode(*args)
+
+    torch._dynamo.reset()
+    query, key, value, _, _, lengths = _serving_args()
+    args = [query.half(), key, value, *_float8_caches(), lengths]
+    expected_args = [t.clone() for t in args]
+    expected = step(*expected_args)
+    result, (code, *_) = run_and_get_code(torch.compile(step, fullgraph=True), *args)
+    torch.testing.assert_close(result, expected)
+    for cache, expected_cache in zip(args[3:5], expected_args[3:5]):
+        assert torch.equal(cache.view(torch.uint8), expected_cache.view(torch.uint8))
+        assert f"empty_strided_cpu({tuple(cache.shape)}" not in code
 
 
 def test_autograd_is_told_of_the_write() -> None:
@@ -172,7 +208,7 @@ class _Kernel:
             raise self.failure
         self.loaded = True
 
-    def run(self, caches: Any, updates: Any, write_indices: Any) -> None:
+    def run(self, caches: Any, updates: Any, write_indices: Any, scales: Any) -> None:
         assert self.loaded
         self.runs += 1
 

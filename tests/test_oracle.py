@@ -136,3 +136,46 @@ def test_a_row_that_should_be_zero_must_be_exactly_zero(bad: float) -> None:
     actual[1, 2] = bad
     with pytest.raises(AssertionError):
         assert_close(actual, expected)
+
+
+# ------------------------------------------------------------------------------------------ float8
+
+
+def test_float8_numbers_are_those_of_pytorch() -> None:
+    bytes_ = torch.arange(256, dtype=torch.uint8)
+    theirs = bytes_.view(torch.float8_e4m3fn).double()
+    torch.testing.assert_close(
+        torch.from_numpy(oracle.float8_values()), theirs, rtol=0, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (0.0, 0.0),
+        (17.0, 16.0),  # a tie between 16 and 18, whose last bits are 0 and 1
+        (19.0, 20.0),
+        (-17.1, -18.0),
+        (2.0**-10, 0.0),  # half the smallest
+        (3 * 2.0**-10, 2.0**-8),
+        (447.0, 448.0),
+        (1e30, 448.0),
+        (-math.inf, -448.0),
+        (math.nan, math.nan),
+    ],
+)
+def test_rounding_to_float8(number: float, expected: float) -> None:
+    rounded = oracle.to_float8(torch.tensor([number])).double().item()
+    assert rounded == expected or (math.isnan(rounded) and math.isnan(expected))
+
+
+def test_scales_belong_to_kv_heads() -> None:
+    key = torch.zeros(1, 2, 1, 1)
+    value = torch.tensor([2.0, 2.0]).view(1, 2, 1, 1).to(torch.float8_e4m3fn)
+    y = oracle.decode(torch.zeros(1, 4, 1, 1), key, value, v_scale=torch.tensor([3.0, 0.5])).y
+    assert y.flatten().tolist() == [6.0, 6.0, 1.0, 1.0]
+    key = torch.tensor([1.0, 0.0]).view(1, 1, 2, 1).to(torch.float8_e4m3fn)
+    value = torch.tensor([4.0, 8.0]).view(1, 1, 2, 1).to(torch.float8_e4m3fn)
+    log_three = torch.tensor(math.log(3), dtype=torch.float64)
+    y = oracle.decode(torch.ones(1, 1, 1, 1), key, value, k_scale=log_three).y
+    assert y.item() == pytest.approx(5.0)

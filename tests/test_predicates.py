@@ -57,15 +57,19 @@ class Asked:
     lengths: torch.dtype | None = torch.int32
     mask: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    cache_dtype: torch.dtype | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
     overload: str = "decode"
     change: Callable[[dict[str, torch.Tensor]], object] | None = None
     scalars: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def explain(self, device: DeviceFacts) -> torch_attn_tiers.Explanation:
+        cache_dtype = self.cache_dtype or self.dtype
         qkv = {
             "query": _meta(self.B, self.Hq, self.Sq, self.D, dtype=self.dtype),
-            "key": _meta(self.B, self.Hkv, self.T, self.D, dtype=self.dtype),
-            "value": _meta(self.B, self.Hkv, self.T, self.Dv or self.D, dtype=self.dtype),
+            "key": _meta(self.B, self.Hkv, self.T, self.D, dtype=cache_dtype),
+            "value": _meta(self.B, self.Hkv, self.T, self.Dv or self.D, dtype=cache_dtype),
         }
         if self.change is not None:
             self.change(qkv)
@@ -73,12 +77,16 @@ class Asked:
         past = () if self.overload == "decode" else (None, None)
         return torch_attn_tiers.explain(
             self.overload, *qkv.values(), *past, lengths, self.mask, self.sinks,
-            device=device, **self.scalars,
+            self.k_scale, self.v_scale, device=device, **self.scalars,
         )  # fmt: skip
 
 
 PLAIN = Asked()
 NO_LENGTHS = dataclasses.replace(PLAIN, lengths=None)
+FLOAT8 = Asked(cache_dtype=torch.float8_e4m3fn)
+SCALED = dataclasses.replace(
+    FLOAT8, k_scale=_meta(1, dtype=torch.float32)[0], v_scale=_meta(8, dtype=torch.float32)
+)
 
 
 def _reasons(explanation: torch_attn_tiers.Explanation, tier: str) -> str:
@@ -113,6 +121,18 @@ TAKEN_BY_FLASH = {
         PLAIN, change=lambda t: t.update(key=_meta(4, 4096, 8, 128).transpose(1, 2))
     ),
     "present": dataclasses.replace(PLAIN, overload="decode.present"),
+    "float8 caches": FLOAT8,
+    "float8 caches with scales": SCALED,
+    "float8 caches under a float16 query": dataclasses.replace(SCALED, dtype=torch.float16),
+    "float8 caches, head size 256": dataclasses.replace(SCALED, D=256),
+    "float8 caches, odd head size": dataclasses.replace(FLOAT8, Dv=127),
+    "float8 caches, mask": dataclasses.replace(
+        FLOAT8, mask=_meta(4, 1, 1, 4096, dtype=torch.float64), D=256
+    ),
+    "float8 caches, continued prefill": dataclasses.replace(
+        SCALED, Sq=512, scalars={"is_causal": True}
+    ),
+    "float8 caches, present": dataclasses.replace(SCALED, overload="decode.present"),
 }
 
 
@@ -140,6 +160,8 @@ def test_flash_is_not_chosen_by_itself_on_an_amd_gpu() -> None:
 def test_conformance_case_is_taken_by_the_tiers_it_is_meant_for(case: Case) -> None:
     """What `--require-tiers` insists on is what the predicates promise."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        if not case.is_legal_in(dtype):
+            continue
         call = case.make(Maker(dtype))
         for name, device in DEVICES.items():
             explanation = torch_attn_tiers.explain(
@@ -242,6 +264,7 @@ NOT_TAKEN_BY_MEA = {
     "softcap": (dataclasses.replace(NO_LENGTHS, scalars={"softcap": 50.0}), "softcap"),
     "float64": (dataclasses.replace(NO_LENGTHS, dtype=torch.float64), "float64"),
     "scores": (dataclasses.replace(NO_LENGTHS, overload="decode.qk"), "qk_matmul_output"),
+    "float8 caches": (dataclasses.replace(FLOAT8, lengths=None), "float8_e4m3fn"),
 }  # fmt: skip
 
 
@@ -271,6 +294,13 @@ def test_disabled_tier_says_so_and_the_next_one_is_chosen() -> None:
 def test_forced_tier_that_is_not_eligible_is_chosen_by_nobody() -> None:
     asked = dataclasses.replace(PLAIN, D=512, scalars={"tier": "flash"})
     assert asked.explain(DEVICES["sm_90"]).chosen is None
+
+
+def test_problem_says_what_its_caches_and_scales_are() -> None:
+    text = SCALED.explain(DEVICES["sm_90"]).problem.describe()
+    assert "decode bfloat16 " in text and " caches=float8_e4m3fn " in text
+    assert " k_scale=one v_scale=per head " in text
+    assert SCALED.explain(DEVICES["sm_90"]).problem != FLOAT8.explain(DEVICES["sm_90"]).problem
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -40,6 +40,13 @@ def lay_out(m: Maker, shape: tuple[int, int, int, int], layout: str) -> torch.Te
     return m.normal(*shape)
 
 
+def _in_float8(tensor: torch.Tensor) -> torch.Tensor:
+    """The same layout and storage offset in float8."""
+    elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+    whole = tensor.as_strided((elements,), (1,), 0).to(torch.float8_e4m3fn)
+    return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
 @st.composite
 def decode_calls(draw: st.DrawFn, max_capacity: int) -> Call:
     """Any legal call of the three overloads without scores, small."""
@@ -53,6 +60,7 @@ def decode_calls(draw: st.DrawFn, max_capacity: int) -> Call:
     D, Dv = draw(SIZES), draw(SIZES)
     Hq = Hkv * group
     layout = {name: draw(st.sampled_from(LAYOUTS)) for name in ("query", "key", "value")}
+    is_float8 = m.dtype is torch.float16 and draw(st.booleans())
     tensors: dict[str, Any] = {
         "query": lay_out(m, (B, Hq, Sq, D), layout["query"]),
         "key": lay_out(m, (B, Hkv, T, D), layout["key"]),
@@ -70,6 +78,12 @@ def decode_calls(draw: st.DrawFn, max_capacity: int) -> Call:
         total = past + T
         tensors["past_key"] = lay_out(m, (B, Hkv, past, D), "positions_first")
         tensors["past_value"] = lay_out(m, (B, Hkv, past, Dv), "plain")
+    if is_float8:
+        for name in set(tensors) & {"key", "value", "past_key", "past_value"}:
+            tensors[name] = _in_float8(tensors[name])
+        for name in ("k_scale", "v_scale"):
+            scales = m.normal(Hkv, dtype=torch.float32).abs() + 0.1
+            tensors[name] = draw(st.sampled_from((None, scales[0], scales)))
     if draw(st.booleans()):
         tensors["attn_mask"] = draw(masks(m, B, Hq, Sq, total))
     if draw(st.booleans()):

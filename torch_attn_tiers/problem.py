@@ -55,8 +55,8 @@ class DecodeProblem(Problem):
 
     op: str = "decode"
     query: TensorFacts  # [B,Hq,Sq,D]
-    key: TensorFacts  # [B,Hkv,T,D], past keys included
-    value: TensorFacts  # [B,Hkv,T,Dv]
+    key: TensorFacts  # [B,Hkv,T,D], past keys included; float8_e4m3fn, or the query's dtype
+    value: TensorFacts  # [B,Hkv,T,Dv], of the same dtype
     #: Rank of the query and of Y: 3 or 4.
     rank: int
     #: int32 or int64 with ``nonpad_kv_seqlen``, else None.
@@ -64,6 +64,9 @@ class DecodeProblem(Problem):
     #: [B,Hq,Sq,Tm] with stride 0 where it is broadcast; keys from Tm on are masked.
     mask: TensorFacts | None
     sinks_dtype: torch.dtype | None
+    #: Shapes of the scales of float8 caches, () or (Hkv,); None is a scale of 1.
+    k_scale: tuple[int, ...] | None = None
+    v_scale: tuple[int, ...] | None = None
     is_causal: bool
     #: Keys before the query rows: P with ``past_key``, else 0. No meaning with lengths.
     past_len: int
@@ -74,6 +77,11 @@ class DecodeProblem(Problem):
     #: ``qk_matmul_output_mode``; None if the products are not asked for.
     qk_mode: int | None
     batch_invariant: bool
+
+    @property
+    def is_float8(self) -> bool:
+        """Whether the caches are float8_e4m3fn, under a 16-bit query."""
+        return self.key.dtype is torch.float8_e4m3fn
 
     @property
     def B(self) -> int:
@@ -114,6 +122,11 @@ class DecodeProblem(Problem):
             f"B={self.B} Hq={self.Hq} Hkv={self.Hkv} Sq={self.Sq} T={self.T}",
             f"D={self.D} Dv={self.Dv}",
         ]
+        if self.is_float8:
+            words.append(f"caches={dtype_name(self.key.dtype)}")
+        for name, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
+            if scale is not None:
+                words.append(f"{name}={'per head' if scale else 'one'}")
         if self.lengths_dtype is not None:
             words.append(f"lengths={dtype_name(self.lengths_dtype)}")
         if self.mask is not None:

@@ -86,20 +86,25 @@ class ScatterWrite:
                 part.launch.compile(self.device.index)
 
     def run(
-        self, caches: Sequence[Tensor], updates: Sequence[Tensor], write_indices: Tensor | None
+        self,
+        caches: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        write_indices: Tensor | None,
+        scales: Sequence[Tensor | None] = (None, None),
     ) -> None:
         """Writes, by tensors like those that were planned for, on the current stream."""
         index = self.device.index
         if self.device.type == "cuda" and index != torch.cuda.current_device():
             with torch.cuda.device(index):  # Triton launches on the current device
-                return self.run(caches, updates, write_indices)
+                return self.run(caches, updates, write_indices, scales)
         for launch, pairs, slices in self.parts:
             tensors = [t for pair in pairs for t in (caches[pair], updates[pair])]
             for dim, i in slices:
                 tensors = [t.select(dim, i) for t in tensors]
             if len(pairs) == 1:
                 tensors *= 2  # in place of a value cache that is not there
-            tensors.append(caches[0] if write_indices is None else write_indices)
+            optional = (write_indices, scales[pairs[0]], scales[pairs[-1]])
+            tensors += [caches[0] if t is None else t for t in optional]
             launch(index, *map(_copyable, tensors))
 
 
@@ -143,12 +148,20 @@ def kv_scatter(
     key: Tensor,
     value: Tensor,
     write_indices: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     axis: int = -2,
     circular: bool = False,
 ) -> None:
-    """Writes both caches as `tensor_scatter` does, in one launch; D and Dv may differ."""
-    _write((key_cache, value_cache), (key, value), write_indices, axis, circular)
+    """Writes both caches as `tensor_scatter` does, in one launch; D and Dv may differ.
+
+    A float8_e4m3fn cache takes an update of another dtype too: divided by its scale, a float32
+    `[]`, or `[Hkv]` if the cache has rank 4 (heads are its first dimension besides 0 and `axis`),
+    rounded to nearest and saturated at 448.
+    """
+    scales = (k_scale, v_scale)
+    _write((key_cache, value_cache), (key, value), write_indices, axis, circular, scales)
 
 
 def _write(
@@ -157,6 +170,7 @@ def _write(
     write_indices: Tensor | None,
     axis: int,
     circular: bool,
+    scales: tuple[Tensor | None, ...] = (None, None),
 ) -> None:
     write = plan_scatter(
         tuple(map(tensor_facts, caches)),
@@ -165,13 +179,14 @@ def _write(
         device_facts(caches[0].device),
         axis=axis,
         circular=circular,
+        scales=tuple(None if scale is None else tensor_facts(scale) for scale in scales),
     )
     if not write.is_compiled() and is_capturing(write.device):
         raise RuntimeError(
             "a CUDA graph is being captured and the kernel of this cache write is not loaded: "
             "write once with these shapes before the capture"
         )
-    write.run(caches, updates, write_indices)
+    write.run(caches, updates, write_indices, scales)
 
 
 @functools.lru_cache(maxsize=512)
@@ -183,16 +198,36 @@ def plan_scatter(
     *,
     axis: int,
     circular: bool,
+    scales: tuple[TensorFacts | None, ...] = (None, None),
 ) -> ScatterWrite:
     """The write of one or two updates into their caches: one launch, where the layouts fold.
 
     Element sizes are 1, 2, 4 or 8 bytes. Reads no tensor and launches nothing.
     """
-    pairs = tuple(zip(caches, updates, strict=True))
+    pairs = tuple(map(_Pair, caches, updates, scales))
     return ScatterWrite(device, _parts(pairs, (0, 1)[: len(pairs)], (), indices, axis, circular))
 
 
-_Pairs = tuple[tuple[TensorFacts, TensorFacts], ...]
+class _Pair(NamedTuple):
+    """A cache, what is written into it, and the scale that this is divided by."""
+
+    cache: TensorFacts
+    update: TensorFacts
+    scale: TensorFacts | None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the update is rounded to float8; otherwise it is copied."""
+        float8 = torch.float8_e4m3fn
+        return self.cache.dtype == float8 and self.update.dtype != float8
+
+    @property
+    def scale_stride(self) -> int:
+        """From one head's scale to the next one's; 0 for one scale for all."""
+        return self.scale.stride[0] if self.scale is not None and self.scale.shape else 0
+
+
+_Pairs = tuple[_Pair, ...]
 
 
 def _parts(
@@ -203,8 +238,10 @@ def _parts(
     axis: int,
     circular: bool,
 ) -> list[_Part]:
-    layouts = tuple((c.shape, c.stride, u.shape, u.stride) for c, u in pairs)
-    plan = scatter_plan(layouts, None if indices is None else indices.stride[0], axis, circular)
+    layouts = tuple((c.shape, c.stride, u.shape, u.stride) for c, u, _ in pairs)
+    index_stride = None if indices is None else indices.stride[0]
+    by_head = any(scale is not None and scale.shape for _, _, scale in pairs)
+    plan = scatter_plan(layouts, index_stride, axis, circular, by_head)
     if plan is not None:
         return [_Part(_launch(plan, pairs, indices), numbers, slices)] if plan.grid[0] else []
     if len(pairs) == 2:
@@ -212,12 +249,12 @@ def _parts(
         halves = [_parts((p,), (n,), slices, indices, axis, circular) for p, n in one_by_one]
         return halves[0] + halves[1]
     # One launch for each index of one dimension.
-    ((cache, update),) = pairs
+    ((cache, update, scale),) = pairs
     axis %= len(cache.shape)
     dim = next(i for i in range(1, len(cache.shape)) if i != axis and update.shape[i] != 1)
     parts = []
     for i in range(update.shape[dim]):
-        pair = (_select(cache, dim, i), _select(update, dim, i))
+        pair = _Pair(_select(cache, dim, i), _select(update, dim, i), scale)
         inner_axis = axis - (dim < axis)
         parts += _parts((pair,), numbers, (*slices, (dim, i)), indices, inner_axis, circular)
     return parts
@@ -237,20 +274,27 @@ def _launch(plan: ScatterPlan, pairs: _Pairs, indices: TensorFacts | None) -> La
     from csrc_free_ops.cache.kernels import scatter_kernel
     from csrc_free_ops.launch import Launch
 
-    (key_cache, key), (value_cache, value) = pairs[0], pairs[-1]
-    tensors = (key_cache, key, value_cache, value, indices or pairs[0][0])
+    key, value = pairs[0], pairs[-1]
+    absent = key.cache
+    optional = (indices or absent, key.scale or absent, value.scale or absent)
+    tensors = (key.cache, key.update, value.cache, value.update, *optional)
+    strides = (plan.index_stride, key.scale_stride, value.scale_stride)
     names = scatter_kernel.arg_names
     return Launch(
         scatter_kernel,
         grid=plan.grid[0],
         pointers={n: (_copied_as(t.dtype), t.aligned) for n, t in zip(names, tensors)},
-        scalars=dict(zip(names[len(tensors) :], (plan.index_stride, *plan.integers))),
+        scalars=dict(zip(names[len(tensors) :], (*strides, *plan.integers))),
         constants=dict(
             ROWS=plan.rows,
             BLOCK_D=plan.block_d,
             CIRCULAR=plan.circular,
             HAS_INDICES=plan.has_indices,
             HAS_VALUE=plan.has_value,
+            KEY_QUANTISED=key.is_quantised,
+            VALUE_QUANTISED=value.is_quantised,
+            HAS_KEY_SCALE=key.scale is not None,
+            HAS_VALUE_SCALE=value.scale is not None,
         ),
         options=dict(num_warps=4),
     )
@@ -261,13 +305,15 @@ def scatter_plan(
     index_stride: int | None,
     axis: int,
     circular: bool,
+    by_head: bool = False,
 ) -> ScatterPlan | None:
     """The launch for one or two `(cache shape, strides, update shape, strides)`.
 
-    None means that one launch cannot do it; a grid of 0 that there is nothing to write.
+    With `by_head`, M is the heads of caches of rank 4. None means that one launch cannot do it; a
+    grid of 0 that there is nothing to write.
     """
     batch = layouts[0][2][0]
-    folded = _fold(layouts, axis)
+    folded = _fold_by_head(layouts, axis) if by_head else _fold(layouts, axis)
     if folded is None:
         return None
     key, value = folded[0], folded[-1]
@@ -309,6 +355,13 @@ def _fold(layouts: tuple[tuple[tuple[int, ...], ...], ...], axis: int) -> list[_
     inner = groups[-1] if groups else []
     outer = groups[0] if len(groups) == 2 else []
     return [_folded(layout, outer, inner, axis) for layout in layouts]
+
+
+def _fold_by_head(layouts: tuple[tuple[tuple[int, ...], ...], ...], axis: int) -> list[_Folded]:
+    """The same with heads, the first dimension besides 0 and `axis`, alone in M."""
+    axis %= len(layouts[0][0])
+    heads, inner = (dim for dim in (1, 2, 3) if dim != axis)
+    return [_folded(layout, [heads], [inner], axis) for layout in layouts]
 
 
 def _merges(layout: tuple[tuple[int, ...], ...], outer: int, inner: int) -> bool:

@@ -28,6 +28,12 @@ What holds throughout:
 
 Every task reads the keys and values that it sees once; memory bandwidth is the bound.
 
+Float8 caches are read as bytes and become 16-bit numbers in registers, which is exact: keys in the
+query's dtype; values in float16, as the numerators then are. ``k_scale`` is part of a task's factor
+of the logits, ``v_scale`` multiplies acc where a task or share ends. Values are read two at a time
+as one 16-bit word, since matrix units want the keys of a column side by side and no instruction
+transposes bytes: there are two tiles of them, of even and of odd columns, and two accs.
+
 Notation: s = scale * Q K^T (logits), p = softmax numerators, m = running row maximum, l = running
 row sum, acc = running P V, all float32. b, h and t count batch rows, KV heads and keys; r counts
 the query rows of a KV head, s_row and g_row are their query positions and heads in the group.
@@ -116,6 +122,85 @@ def _to_float32(x):
         finite = tl.minimum(tl.maximum(x, -3.4028234663852886e38), 3.4028234663852886e38)
         x = tl.where(tl.abs(x) == float("inf"), x, finite)
     return x.to(tl.float32)
+
+
+@triton.jit
+def _half_of_bits(x):
+    """Float16 values of float8_e4m3fn bits in the low byte of 16-bit words."""
+    size = x & 0x7F
+    # The exponent has four bits of five, and is biased by 7 and not by 15.
+    half = (((x & 0x80) << 8) | (size << 7)).to(tl.float16, bitcast=True) * 256.0
+    return tl.where(size == 0x7F, float("nan"), half).to(tl.float16)
+
+
+@triton.jit
+def _keys_of_bytes(x, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """Keys in ``dtype`` of a tile of float8 bytes."""
+    if not NATIVE:
+        return _half_of_bits(x.to(tl.uint16)).to(dtype)
+    elif dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:  # by way of float32: the direct conversion is an instruction of its own for each element
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 half_low, half_high;
+            .reg .f32 fa, fb, fc, fd;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 half_low, low;
+            cvt.rn.f16x2.e4m3x2 half_high, high;
+            mov.b32 {a, b}, half_low;
+            mov.b32 {c, d}, half_high;
+            cvt.f32.f16 fa, a;
+            cvt.f32.f16 fb, b;
+            cvt.f32.f16 fc, c;
+            cvt.f32.f16 fd, d;
+            cvt.rn.bf16x2.f32 $0, fb, fa;
+            cvt.rn.bf16x2.f32 $1, fd, fc;
+            }""",
+            "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _values_of_pairs(x, NATIVE: tl.constexpr):
+    """(even, odd) columns of values in float16, of a tile of words of two float8 bytes."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 even, odd;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {even, odd}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, even;
+            cvt.rn.f16x2.e4m3x2 $1, odd;
+            }""",
+            "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return _half_of_bits(x & 0xFF), _half_of_bits(x >> 8)
+
+
+@triton.jit
+def _columns_in_order(even, odd):
+    """[rows, 2 * columns] of the even and the odd columns."""
+    return tl.reshape(tl.join(even, odd), [even.shape[0], 2 * even.shape[1]])
+
+
+@triton.jit
+def _scale_of(scales, h, stride, factor, IS_GIVEN: tl.constexpr):
+    """``factor`` times the scale of KV head h, if there are scales."""
+    if IS_GIVEN:
+        factor = factor * tl.load(scales + h * stride)
+    return factor
 
 
 @triton.jit
@@ -248,6 +333,15 @@ def _load_columns(ptrs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _load_pairs(ptrs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of rows of SIZE bytes as BLOCK words of two, byte by byte, wherever they lie."""
+    column = 2 * tl.arange(0, BLOCK)[None, :]
+    even = tl.load(ptrs, mask=column < SIZE, other=0).to(tl.uint16)
+    odd = tl.load(ptrs + 1, mask=column + 1 < SIZE, other=0).to(tl.uint16)
+    return even | (odd << 8)
+
+
+@triton.jit
 def _store_rows(
     output, m, l, acc, seen, b, head, s_row, row_ok,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, NATURAL: tl.constexpr,
@@ -362,20 +456,22 @@ def _merge_parts(
         "batch", "kv_heads", "group", "q_len", "capacity", "mask_len",
         "past", "left", "right",
         "splits", "slots",
+        "k_scale_stride", "v_scale_stride",
     ],
-    do_not_specialize_on_alignment=["lengths", "sinks"],
+    do_not_specialize_on_alignment=["lengths", "sinks", "k_scales", "v_scales"],
 )  # fmt: skip
 def split_kv_kernel(
     # Tensors. The query stands in for an absent one, the output for absent partials and counters.
     query,  # [B, Hq, Sq, D]
-    key,  # [B, Hkv, T, D]
-    value,  # [B, Hkv, T, Dv]
+    key,  # [B, Hkv, T, D]; uint8 for float8
+    value,  # [B, Hkv, T, Dv]; float8 as uint16 where V_WORDS, else as uint8
     out,  # [B, Hq, Sq, Dv]
     lengths,  # [B], valid keys
     mask,  # [B, Hq, Sq, mask_len]: uint8 for bool, or any type of bias; keys past it are hidden
     sinks,  # [Hq], logits
     partials,  # float32 [slots, ROWS, BLOCK_DV] of acc, then [slots, ROWS] of m and of l
     counters,  # int32, one a task, zero at entry and at exit
+    k_scales, v_scales,  # float32, of float8 caches
     # Sizes: group = Hq // Hkv, q_len = Sq, capacity = T.
     batch, kv_heads, group, q_len, capacity, mask_len,
     # Which keys a row sees, see Window.
@@ -385,12 +481,13 @@ def split_kv_kernel(
     slots,  # parts that scratch has room for
     # Logits: scale is multiplied by log2(e) unless NATURAL.
     scale, softcap,
-    # Strides in elements; those of the last dimensions are 1.
+    # Strides in elements, of float8 too; those of the last dimensions are 1.
     q_stride_b, q_stride_h, q_stride_s,
     k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t,
     o_stride_b, o_stride_h, o_stride_s,
     mask_stride_b, mask_stride_h, mask_stride_s, mask_stride_t,
+    k_scale_stride, v_scale_stride,  # 0 for one scale for all heads
     # Sizes of heads, and the powers of two that hold them and the batch (1 unless BALANCED).
     D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr,
@@ -406,19 +503,26 @@ def split_kv_kernel(
     HAS_BOOL_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     IS_CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    FLOAT8: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     # How it is compiled.
     DOT_PRECISION: tl.constexpr,
     NARROW_ROWS: tl.constexpr,  # offsets within a tile of keys fit 32 bits
     PDL: tl.constexpr,  # programmatic dependent launch
+    NATIVE_FLOAT8: tl.constexpr,  # the device converts float8 itself
+    V_WORDS: tl.constexpr,  # pairs of float8 values are words in memory
 ):  # fmt: skip
     """Writes the attention of every query over the keys that it sees to ``out``, in one launch."""
     # Natural units where a bias may be finfo.min: times log2(e) it would become -inf.
     NATURAL: tl.constexpr = HAS_BIAS or HAS_SOFTCAP
     HAS_MASK: tl.constexpr = HAS_BIAS or HAS_BOOL_MASK
+    V_COLUMNS: tl.constexpr = BLOCK_DV // 2 if FLOAT8 else BLOCK_DV  # of a tile of V, and of acc
 
     RULES: tl.constexpr = Rules(HAS_LENGTHS, IS_CAUSAL, HAS_LEFT, HAS_RIGHT)
     window = Window(q_len, past, left, right)
     output = Output(out, o_stride_b, o_stride_h, o_stride_s, sinks)
+
+    if V_WORDS:
+        v_stride_b, v_stride_h, v_stride_t = v_stride_b // 2, v_stride_h // 2, v_stride_t // 2
 
     program = tl.program_id(0)
     rows_total = group * q_len
@@ -484,7 +588,6 @@ def split_kv_kernel(
         s_row = r // group
     g_row = r - s_row * group
     d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     t_tile = tl.arange(0, BLOCK_N)
     # Rows past the last one repeat it, and are not stored.
     r_read = tl.minimum(r, rows_total - 1)
@@ -495,16 +598,24 @@ def split_kv_kernel(
         q_rows += (r_read // group).to(tl.int64) * q_stride_s
     q_ptrs = query + q_rows[:, None] + d[None, :]
     k_columns = key + d[None, :]
-    v_columns = value + dv[None, :]
+    if FLOAT8 and not V_WORDS:
+        v_columns = value + 2 * tl.arange(0, V_COLUMNS)[None, :]
+    else:
+        v_columns = value + tl.arange(0, V_COLUMNS)[None, :]
     if HAS_MASK:
         mask_rows = g_row.to(tl.int64) * mask_stride_h + s_row.to(tl.int64) * mask_stride_s
         mask_ptrs = mask + mask_rows[:, None] + t_tile.to(tl.int64)[None, :] * mask_stride_t
 
-    m, l, acc, seen = _empty_rows(BLOCK_M, BLOCK_DV)
+    m, l, acc, seen = _empty_rows(BLOCK_M, V_COLUMNS)
     task_begin = begin  # of this share's part of the current task
     q_base = _base(b, h * group, q_stride_b, q_stride_h)
     k_base = _base(b, h, k_stride_b, k_stride_h)
     v_base = _base(b, h, v_stride_b, v_stride_h)
+    factor = scale
+    if FLOAT8:
+        acc_odd = tl.zeros([BLOCK_M, V_COLUMNS], tl.float32)
+        factor = _scale_of(k_scales, h, k_scale_stride, scale, HAS_K_SCALE)
+        v_factor = _scale_of(v_scales, h, v_scale_stride, 1.0, HAS_V_SCALE)
 
     # ---- One loop over all tiles; Triton keeps STAGES - 1 tiles of loads in flight.
     for i in tl.range(begin, end, num_stages=STAGES):
@@ -522,6 +633,9 @@ def split_kv_kernel(
                 q_base = _base(b, h * group, q_stride_b, q_stride_h)
                 k_base = _base(b, h, k_stride_b, k_stride_h)
                 v_base = _base(b, h, v_stride_b, v_stride_h)
+                if FLOAT8:
+                    factor = _scale_of(k_scales, h, k_scale_stride, scale, HAS_K_SCALE)
+                    v_factor = _scale_of(v_scales, h, v_scale_stride, 1.0, HAS_V_SCALE)
 
         # Load. The nearest key inside stands in for keys outside [lo, hi), at weight zero: this
         # costs less than a predicate a row. (An empty row reads key 0; a select zeroes the row.)
@@ -541,10 +655,17 @@ def split_kv_kernel(
         k_ptrs = k_columns + (k_base + wide_t * k_stride_t) + key_row * k_stride_t
         k_tile = _load_columns(k_ptrs, D, BLOCK_D)
         v_ptrs = v_columns + (v_base + wide_t * v_stride_t) + key_row * v_stride_t
-        v_tile = _load_columns(v_ptrs, DV, BLOCK_DV)
+        if V_WORDS:
+            v_tile = _load_columns(v_ptrs, DV // 2, V_COLUMNS)
+        elif FLOAT8:
+            v_tile = _load_pairs(v_ptrs, DV, V_COLUMNS)
+        else:
+            v_tile = _load_columns(v_ptrs, DV, V_COLUMNS)
 
         # Logits.
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION) * scale
+        if FLOAT8:
+            k_tile = _keys_of_bytes(k_tile, q_tile.dtype, NATIVE_FLOAT8)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=DOT_PRECISION) * factor
         if HAS_SOFTCAP:
             s = softcap * _tanh(s / softcap)
         if SINGLE_QUERY:
@@ -564,15 +685,21 @@ def split_kv_kernel(
                 ok = ok & (given != 0)
             # A key hidden from every row must not reach the product even as 0 * NaN.
             shown = tl.max(ok.to(tl.int32), 0) != 0
-            v_tile = tl.where(shown[:, None], v_tile, 0.0)
+            v_tile = tl.where(shown[:, None], v_tile, 0 if FLOAT8 else 0.0)
         s = tl.where(ok, s, float("-inf"))
 
         # Online softmax.
         m, m_safe, alpha = _new_maximum(m, tl.max(s, 1), NATURAL)
         p = _exp(s - m_safe[:, None], NATURAL)
         l = l * alpha + tl.sum(p, 1)
-        p = p.to(v_tile.dtype)
-        acc = tl.dot(p, v_tile, acc * alpha[:, None], input_precision=DOT_PRECISION)
+        if FLOAT8:
+            p = p.to(tl.float16)
+            v_even, v_odd = _values_of_pairs(v_tile, NATIVE_FLOAT8)
+            acc = tl.dot(p, v_even, acc * alpha[:, None])
+            acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
+        else:
+            p = p.to(v_tile.dtype)
+            acc = tl.dot(p, v_tile, acc * alpha[:, None], input_precision=DOT_PRECISION)
         if HAS_MASK:
             seen = seen | tl.max(ok.to(tl.int32), 1)
 
@@ -581,10 +708,14 @@ def split_kv_kernel(
             if (i + 1 == task_end) | (i + 1 == end):
                 if not HAS_MASK:
                     seen = _sees_any(n, s_row, task_begin, i + 1, shift, window, RULES, BLOCK_N)
+                if FLOAT8:
+                    sums = _columns_in_order(acc, acc_odd) * v_factor
+                else:
+                    sums = acc
                 if i + 1 - task_begin == tiles:
                     head = (h * group + g_row).to(tl.int64)
                     _store_rows(
-                        output, m, l, acc, seen, b, head, s_row, row_ok,
+                        output, m, l, sums, seen, b, head, s_row, row_ok,
                         DV, BLOCK_DV, HAS_SINKS, NATURAL,
                     )  # fmt: skip
                 elif MERGE:
@@ -592,9 +723,11 @@ def split_kv_kernel(
                     # and its last (odd slot).
                     slot = 2 * program + tl.where(task_begin > begin, 1, 0)
                     _store_part(
-                        partials, slots, slot, m, l, acc, seen, row_ok, BLOCK_M, ROWS, BLOCK_DV
+                        partials, slots, slot, m, l, sums, seen, row_ok, BLOCK_M, ROWS, BLOCK_DV
                     )
-                m, l, acc, seen = _empty_rows(BLOCK_M, BLOCK_DV)
+                m, l, acc, seen = _empty_rows(BLOCK_M, V_COLUMNS)
+                if FLOAT8:
+                    acc_odd = tl.zeros([BLOCK_M, V_COLUMNS], tl.float32)
 
     # ---- What is left: tasks that this program does not finish alone.
     if BALANCED:
@@ -637,15 +770,19 @@ def split_kv_kernel(
         if begin < end:
             if not HAS_MASK:
                 seen = _sees_any(n, s_row, begin, end, shift, window, RULES, BLOCK_N)
+            if FLOAT8:
+                sums = _columns_in_order(acc, acc_odd) * v_factor
+            else:
+                sums = acc
             if first_part == last_part:
                 head = (h * group + g_row).to(tl.int64)
                 _store_rows(
-                    output, m, l, acc, seen, b, head, s_row, row_ok,
+                    output, m, l, sums, seen, b, head, s_row, row_ok,
                     DV, BLOCK_DV, HAS_SINKS, NATURAL,
                 )  # fmt: skip
             elif MERGE:
                 _store_part(
-                    partials, slots, program, m, l, acc, seen, row_ok, BLOCK_M, ROWS, BLOCK_DV
+                    partials, slots, program, m, l, sums, seen, row_ok, BLOCK_M, ROWS, BLOCK_DV
                 )
                 # Every thread's part is written before this program counts as arrived.
                 tl.debug_barrier()

@@ -51,6 +51,8 @@ def default_config(
     *,
     tasks: int | None,
     capacity: int,
+    cache_itemsize: int | None = None,
+    mask_itemsize: int = 0,
 ) -> SplitKVConfig:
     """The tile shape for ``rows`` query rows per KV head and ``capacity`` keys.
 
@@ -61,23 +63,30 @@ def default_config(
     Args:
         rows: heads in a group times query length.
         d, dv: head sizes of keys and of values.
-        itemsize: bytes of an element of query, key and value.
+        itemsize: bytes of an element of the query.
         device: where the kernel will run.
         tasks: batch rows times KV heads; None for a shape that depends on neither batch nor
             capacity.
         capacity: keys in the cache.
+        cache_itemsize: bytes of an element of key and value, by default as of the query.
+        mask_itemsize: of the mask, where its tiles count (see `shared_memory_bound`).
     """
-    choices = _preferences(rows, _block(max(d, dv)), itemsize, tasks, capacity)
+    widest = _block(max(d, dv))
+    if cache_itemsize == 1:
+        choices = _float8_preferences(rows, widest, tasks, capacity)
+    else:
+        choices = _preferences(rows, widest, itemsize, tasks, capacity)
     for smaller in (
         dict(num_stages=2),
-        dict(block_n=_KEY_ELEMENTS // _block(max(d, dv)) // 2),
+        dict(block_n=_KEY_ELEMENTS // widest // 2),
         dict(block_n=16),
         dict(block_m=16),
         dict(num_stages=1),
     ):
         choices.append(choices[-1]._replace(**smaller))
     for config in choices:
-        if shared_memory_bound(config, d, dv, itemsize) <= device.shared_memory:
+        bound = shared_memory_bound(config, d, dv, itemsize, cache_itemsize, mask_itemsize)
+        if bound <= device.shared_memory:
             return config
     return choices[-1]
 
@@ -110,17 +119,56 @@ def _preferences(
     return [*one_tile, heavy, light]
 
 
-def shared_memory_bound(config: SplitKVConfig, d: int, dv: int, itemsize: int) -> int:
-    """Bytes of shared memory that a program of this shape may take, from above."""
+def _float8_preferences(
+    rows: int, widest: int, tasks: int | None, capacity: int
+) -> list[SplitKVConfig]:
+    """`_preferences` for float8 caches, from what the compiled kernels show; not measured yet.
+
+    A byte brings twice the numbers, each to be converted, so that instructions weigh more: tiles
+    have twice the keys, and as many warps share a multiprocessor as registers let without spills.
+    """
+    block_m = min(max(_pow2(rows), 16), 64)
+    keys = 2 * _KEY_ELEMENTS // widest if widest >= 64 else 128
+    light = SplitKVConfig(block_m, keys, 4, 3, 2)
+    full = SplitKVConfig(block_m, keys, 4, 2, 3, max_registers=168)
+    if widest >= 256:
+        full = SplitKVConfig(block_m, 2 * keys, 8, 2, 2, max_registers=128)
+    if block_m > 16:
+        return [SplitKVConfig(block_m, keys // 2, 4 if block_m * widest <= 4096 else 8, 2, 2)]
+    if tasks is None:
+        return [light]
+    one_tile = []
+    if capacity <= keys:  # nothing to merge
+        one_tile = [SplitKVConfig(block_m, keys // 2 if capacity <= keys // 2 else keys, 4, 2, 1)]
+    if tasks * capacity <= _SMALL:
+        return [*one_tile, light._replace(programs_per_multiprocessor=1)]
+    return [*one_tile, full, light]
+
+
+def shared_memory_bound(
+    config: SplitKVConfig,
+    d: int,
+    dv: int,
+    itemsize: int,
+    cache_itemsize: int | None = None,
+    mask_itemsize: int = 0,
+) -> int:
+    """Bytes of shared memory that a program of this shape may take, from above.
+
+    Tiles of a mask are hidden in what is above for 16-bit caches; float8 tiles have twice the keys,
+    and theirs are counted.
+    """
+    cache_itemsize = cache_itemsize or itemsize
     block_d, block_dv = _block(d), _block(dv)
+    rows = config.block_m * (block_d * itemsize + config.block_n * mask_itemsize)
     if config.num_stages > 1:
-        tile = config.block_n * (block_d + block_dv) + config.block_m * block_d
-        elements = (config.num_stages - 1) * tile
+        tile = config.block_n * (block_d + block_dv) * cache_itemsize + rows
+        tiles = (config.num_stages - 1) * tile
     else:
-        elements = config.block_n * max(block_d, block_dv) + config.block_m * block_d
+        tiles = config.block_n * max(block_d, block_dv) * cache_itemsize + rows
     # Changes of layout on the way from one matrix unit's result to the next one's operand.
     exchange = min(config.block_m * max(block_dv, config.block_n) * 4, 32768)
-    return max(elements * itemsize + exchange, _MERGE_BYTES) + 512
+    return max(tiles + exchange, _MERGE_BYTES) + 512
 
 
 def _pow2(n: int) -> int:
@@ -171,9 +219,9 @@ def unsupported(
         return f"{capacity} keys and {q_len} query rows exceed {MAX_KEYS} positions"
     if mask is not None and mask.dtype not in MASK_DTYPES:
         return f"attn_mask dtype {mask.dtype}"
-    itemsize = query.dtype.itemsize
-    config = default_config(rows, d, dv, itemsize, device, tasks=None, capacity=capacity)
-    if shared_memory_bound(config, d, dv, itemsize) > device.shared_memory:
+    itemsize, sizes = query.dtype.itemsize, _other_sizes(key, mask)
+    config = default_config(rows, d, dv, itemsize, device, tasks=None, capacity=capacity, **sizes)
+    if shared_memory_bound(config, d, dv, itemsize, **sizes) > device.shared_memory:
         return f"needs more than the {device.shared_memory} bytes of shared memory of {device.arch}"
     if batch_invariant and rows <= 64:
         parts = (
@@ -182,6 +230,14 @@ def unsupported(
         if parts * min(_pow2(rows), config.block_m) * (_block(dv) + 2) > _INT32_MAX:
             return "batch_invariant would need more than 2^31 elements of scratch"
     return None
+
+
+def _other_sizes(key: TensorFacts, mask: TensorFacts | None) -> dict[str, int]:
+    """Bytes of an element of the caches and of a mask, as ``default_config`` takes them."""
+    sizes = dict(cache_itemsize=key.dtype.itemsize)
+    if mask is not None and key.dtype == torch.float8_e4m3fn:
+        sizes["mask_itemsize"] = mask.dtype.itemsize
+    return sizes
 
 
 def plan_split_kv(
@@ -193,6 +249,8 @@ def plan_split_kv(
     lengths_dtype: torch.dtype | None = None,
     mask: TensorFacts | None = None,
     sinks_dtype: torch.dtype | None = None,
+    k_scale: tuple[int, ...] | None = None,
+    v_scale: tuple[int, ...] | None = None,
     is_causal: bool = False,
     offset: int = 0,
     scale: float,
@@ -207,13 +265,15 @@ def plan_split_kv(
 
     Args:
         query: ``[B,Hq,Sq,D]``, float16, bfloat16 or float32.
-        key: ``[B,Hkv,T,D]``, the query's dtype. ``Hkv`` divides ``Hq``.
-        value: ``[B,Hkv,T,Dv]``, the query's dtype.
+        key: ``[B,Hkv,T,D]``, the query's dtype or float8_e4m3fn. ``Hkv`` divides ``Hq``.
+        value: ``[B,Hkv,T,Dv]``, the key's dtype.
         device: where the plan will run.
         lengths_dtype: of the counts n of valid keys, a dense ``[B]``; None if every key is valid.
         mask: ``[B,Hq,Sq,Tm]``, bool (True is visible) or added to the logits, stride 0 where it is
             broadcast; keys from ``Tm`` on are hidden.
         sinks_dtype: of the sink logits, a dense ``[Hq]``; None if there are none.
+        k_scale, v_scale: shapes of dense float32 scales of float8 caches, ``()`` or ``(Hkv,)``;
+            None for 1.
         is_causal: a query row sees no key past its own position.
         offset: the key position of query row 0 without lengths; with them it is ``n - Sq``.
         scale: factor of the logits.
@@ -238,6 +298,8 @@ def plan_split_kv(
         lengths_dtype=lengths_dtype,
         mask=mask,
         sinks_dtype=sinks_dtype,
+        k_scale=k_scale,
+        v_scale=v_scale,
         is_causal=is_causal,
         offset=offset,
         left=left_window if 0 <= left_window < reach else None,
@@ -277,6 +339,8 @@ class _Problem(NamedTuple):
     lengths_dtype: torch.dtype | None
     mask: TensorFacts | None
     sinks_dtype: torch.dtype | None
+    k_scale: tuple[int, ...] | None
+    v_scale: tuple[int, ...] | None
     is_causal: bool
     offset: int
     left: int | None
@@ -302,6 +366,18 @@ class _Problem(NamedTuple):
         return self.group * self.query.shape[2]
 
     @property
+    def is_float8(self) -> bool:
+        """Whether the caches are float8_e4m3fn."""
+        return self.key.dtype == torch.float8_e4m3fn
+
+    @property
+    def has_value_words(self) -> bool:
+        """Whether float8 values lie so that two of a row are a 16-bit word."""
+        value = self.value
+        sizes = (value.shape[3], *value.stride[:3])
+        return self.is_float8 and value.aligned and all(size % 2 == 0 for size in sizes)
+
+    @property
     def has_bias(self) -> bool:
         """Whether the mask is added to the logits."""
         return self.mask is not None and self.mask.dtype != torch.bool
@@ -317,6 +393,7 @@ def _config_for(problem: _Problem, device: DeviceFacts) -> SplitKVConfig:
         device,
         tasks=None if problem.batch_invariant else problem.kv_tasks,
         capacity=problem.value.shape[2],
+        **_other_sizes(problem.key, problem.mask),
     )
 
 
@@ -403,7 +480,11 @@ def _pointers(problem: _Problem, schedule: _Schedule) -> dict[str, Pointer]:
     query, key, value = (
         Pointer(facts.dtype, facts.aligned) for facts in (problem.query, problem.key, problem.value)
     )
+    if problem.is_float8:
+        words = torch.uint16 if problem.has_value_words else torch.uint8
+        key, value = key._replace(dtype=torch.uint8), value._replace(dtype=words)
     absent = query
+    scales = Pointer(torch.float32, False)
     out = Pointer(query.dtype, True)
     return dict(
         query=query,
@@ -415,6 +496,8 @@ def _pointers(problem: _Problem, schedule: _Schedule) -> dict[str, Pointer]:
         sinks=absent if sinks_dtype is None else Pointer(sinks_dtype, False),
         partials=Pointer(torch.float32, True) if schedule.merges else out,
         counters=Pointer(torch.int32, True) if schedule.merges else out,
+        k_scales=absent if problem.k_scale is None else scales,
+        v_scales=absent if problem.v_scale is None else scales,
     )
 
 
@@ -448,6 +531,8 @@ def _scalars(problem: _Problem, schedule: _Schedule) -> dict[str, int | float]:
         **_strides("v_stride_", "bht", problem.value.stride),
         **_strides("o_stride_", "bhs", problem.out_stride),
         **_strides("mask_stride_", "bhst", (0, 0, 0, 0) if mask is None else mask.stride),
+        k_scale_stride=1 if problem.k_scale else 0,
+        v_scale_stride=1 if problem.v_scale else 0,
     )
 
 
@@ -490,9 +575,14 @@ def _constants(
         IS_CAUSAL=problem.is_causal,
         HAS_LEFT=problem.left is not None,
         HAS_RIGHT=problem.right is not None,
+        FLOAT8=problem.is_float8,
+        HAS_K_SCALE=problem.k_scale is not None,
+        HAS_V_SCALE=problem.v_scale is not None,
         DOT_PRECISION="ieee" if problem.query.dtype == torch.float32 else "tf32",
         NARROW_ROWS=config.block_n * widest_step <= _INT32_MAX,
         PDL=_has_pdl(device),
+        NATIVE_FLOAT8=problem.is_float8 and _converts_float8(device),
+        V_WORDS=problem.has_value_words,
     )
 
 
@@ -504,6 +594,11 @@ def _options(device: DeviceFacts, config: SplitKVConfig) -> dict[str, Any]:
     if _is_nvidia(device) and config.max_registers is not None:
         options["maxnreg"] = config.max_registers
     return options
+
+
+def _converts_float8(device: DeviceFacts) -> bool:
+    """Whether the device has instructions from float8_e4m3fn to float16 (since Ada)."""
+    return _is_nvidia(device) and device.capability is not None and device.capability >= (8, 9)
 
 
 def _is_nvidia(device: DeviceFacts) -> bool:
@@ -554,6 +649,8 @@ class SplitKVPlan:
         mask: torch.Tensor | None,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Writes the attention output to ``out``, on the current stream, and returns it.
 
@@ -570,13 +667,20 @@ class SplitKVPlan:
             mask = mask.view(torch.uint8)
         if sinks is None:
             sinks = query
+        if k_scale is None:
+            k_scale = query
+        if v_scale is None:
+            v_scale = query
         if self.counters:
             partials = torch.empty(self.scratch, dtype=torch.float32, device=out.device)
             counters = self._counters(out.device)
         else:
             partials = counters = out
         index = self.device.index
-        self.launch(index, query, key, value, out, lengths, mask, sinks, partials, counters)
+        self.launch(
+            index, query, key, value, out, lengths, mask, sinks, partials, counters,
+            k_scale, v_scale,
+        )  # fmt: skip
         return out
 
     def _counters(self, device: torch.device) -> torch.Tensor:

@@ -27,6 +27,8 @@ def decode(
     nonpad_kv_seqlen: Tensor | None = None,
     attn_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     scale: float,
     past_len: int = 0,
@@ -40,11 +42,12 @@ def decode(
 
     Args:
         query: ``[B,Hq,Sq,D]``; float16, bfloat16, float32 or float64.
-        key, value: ``[B,Hkv,T,D]`` and ``[B,Hkv,T,Dv]``.
+        key, value: ``[B,Hkv,T,D]`` and ``[B,Hkv,T,Dv]``; the query's dtype, or float8_e4m3fn.
         nonpad_kv_seqlen: ``[B]``, the number of valid keys of each batch row.
         attn_mask: bool (True attends) or a number (added), aligned from the right with
             ``[B,Hq,Sq,T]``; a last dimension shorter than ``T`` hides the rest.
         sinks: ``[Hq]``, a logit that joins the denominator and has no value.
+        k_scale, v_scale: ``[]`` or ``[Hkv]``, what the numbers of a float8 cache are multiplied by.
         past_len: how many keys come before those of the query rows, without lengths.
         qk_matmul_output_mode: 0 scaled products, 1 after softcap, 2 after the mask,
             3 after softmax.
@@ -70,7 +73,8 @@ def decode(
 
     # Logits. A product with a hidden key may be NaN: the select drops it.
     rows = query.to(dtype).reshape(*grouped_rows, D)
-    products = scale * (rows @ key.to(dtype).transpose(2, 3)).view(B, Hq, Sq, T)
+    keys = dequantised(key, k_scale, dtype)
+    products = scale * (rows @ keys.transpose(2, 3)).view(B, Hq, Sq, T)
     capped = softcap * torch.tanh(products / softcap) if softcap > 0 else products
     logits = torch.where(visible, capped + additive_mask(attn_mask, T, dtype), -torch.inf)
 
@@ -81,13 +85,22 @@ def decode(
     # Values. A probability of 0 would still let a NaN through, so a row of V that no query row of
     # its KV head sees is replaced first.
     key_is_seen = visible.reshape(*grouped_rows, T).any(2)
-    seen_value = torch.where(key_is_seen[..., None], value.to(dtype), 0.0)
+    values = dequantised(value, v_scale, dtype)
+    seen_value = torch.where(key_is_seen[..., None], values, 0.0)
     output = (probabilities.view(*grouped_rows, T) @ seen_value).view(B, Hq, Sq, Dv)
 
     if qk_matmul_output_mode is None:
         return output.to(query.dtype), None
     stages = (products, capped, _masked(logits, visible, query.dtype), probabilities)
     return output.to(query.dtype), stages[qk_matmul_output_mode].to(query.dtype)
+
+
+def dequantised(cache: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """A cache ``[..,Hkv,T,D]`` in ``dtype``, multiplied by the scale of each head, or of all."""
+    numbers = cache.to(dtype)
+    if scale is None:
+        return numbers
+    return numbers * (scale if scale.dim() == 0 else scale[:, None, None])
 
 
 def _masked(logits: Tensor, visible: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,6 +125,8 @@ def decode_batch_invariant(
     nonpad_kv_seqlen: Tensor | None = None,
     attn_mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     scale: float,
     past_len: int = 0,
@@ -147,7 +162,15 @@ def decode_batch_invariant(
     stage = None if qk_matmul_output_mode is None else query.new_empty(B, Hq, Sq, T)
     for b in range(B):
         row_output, row_stages = _decode_row(
-            query[b], key[b], value[b], visible[b], bias[b], sinks, scale, softcap, dtype
+            query[b],
+            dequantised(key[b], k_scale, dtype),
+            dequantised(value[b], v_scale, dtype),
+            visible[b],
+            bias[b],
+            sinks,
+            scale,
+            softcap,
+            dtype,
         )
         output[b] = row_output
         if stage is not None and qk_matmul_output_mode is not None:
@@ -174,7 +197,7 @@ def _decode_row(
     visible_chunks = _chunks(visible, 2)
 
     products, capped, logits = [], [], []
-    for key_chunk, seen, added in zip(_chunks(key.to(dtype), 1), visible_chunks, _chunks(bias, 2)):
+    for key_chunk, seen, added in zip(_chunks(key, 1), visible_chunks, _chunks(bias, 2)):
         product = scale * (rows @ key_chunk.transpose(1, 2)).view(Hq, Sq, _CHUNK)
         products.append(product)
         capped.append(softcap * torch.tanh(product / softcap) if softcap > 0 else product)
@@ -194,7 +217,7 @@ def _decode_row(
         denominator = denominator + weights[-1].sum(2, keepdim=True)
 
     output = rows.new_zeros(Hq, Sq, Dv)
-    for weight, seen, value_chunk in zip(weights, visible_chunks, _chunks(value.to(dtype), 1)):
+    for weight, seen, value_chunk in zip(weights, visible_chunks, _chunks(value, 1)):
         key_is_seen = seen.view(*grouped_rows, _CHUNK).any(1)
         seen_value = torch.where(key_is_seen[..., None], value_chunk, 0.0)
         output = output + (weight.view(*grouped_rows, _CHUNK) @ seen_value).view(Hq, Sq, Dv)

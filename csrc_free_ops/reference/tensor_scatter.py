@@ -10,6 +10,7 @@ def tensor_scatter(
     past_cache: Tensor,
     update: Tensor,
     write_indices: Tensor | None = None,
+    scale: Tensor | None = None,
     *,
     axis: int = -2,
     circular: bool = False,
@@ -18,8 +19,11 @@ def tensor_scatter(
 
     Args:
         past_cache: ``[B, .., capacity, ..]``, any strides.
-        update: like ``past_cache``, but with ``S <= capacity`` positions along ``axis``.
+        update: like ``past_cache``, but with ``S <= capacity`` positions along ``axis``. Into a
+            float8_e4m3fn cache, numbers of another dtype are written by way of :func:`quantised`.
         write_indices: ``[B]`` int32 or int64; ``None`` writes from position 0.
+        scale: ``[]`` or ``[Hkv]`` float32, what quantised numbers are divided by; heads are the
+            first dimension besides the batch and ``axis``.
         circular: positions wrap modulo the capacity. Otherwise a position past the capacity is
             dropped, and a negative index drops its row.
     """
@@ -27,6 +31,8 @@ def tensor_scatter(
     batch, capacity, length = past_cache.shape[0], past_cache.shape[axis], update.shape[axis]
     if update.numel() == 0:
         return
+    if past_cache.dtype == torch.float8_e4m3fn != update.dtype:
+        update = quantised(update, scale, heads_dimension(axis))
     if past_cache.itemsize == 1:  # scatter does not know float8; the bytes are all that matters
         past_cache, update = past_cache.view(torch.uint8), update.view(torch.uint8)
 
@@ -56,10 +62,34 @@ def kv_scatter(
     key: Tensor,
     value: Tensor,
     write_indices: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *,
     axis: int = -2,
     circular: bool = False,
 ) -> None:
     """:func:`tensor_scatter` of ``key`` into ``key_cache``, of ``value`` into ``value_cache``."""
-    tensor_scatter(key_cache, key, write_indices, axis=axis, circular=circular)
-    tensor_scatter(value_cache, value, write_indices, axis=axis, circular=circular)
+    tensor_scatter(key_cache, key, write_indices, k_scale, axis=axis, circular=circular)
+    tensor_scatter(value_cache, value, write_indices, v_scale, axis=axis, circular=circular)
+
+
+def heads_dimension(axis: int) -> int:
+    """The first dimension besides 0 and the non-negative ``axis``: heads, in a cache of rank 4."""
+    return 2 if axis == 1 else 1
+
+
+def quantised(update: Tensor, scale: Tensor | None, heads_dim: int) -> Tensor:
+    """``update / scale`` in float8_e4m3fn: divided in float32, rounded to nearest even.
+
+    What lies beyond 448, infinity included, becomes 448. NaN stays NaN.
+    """
+    numbers = update.to(torch.float32)
+    if scale is not None:
+        if scale.dim() == 1:
+            shape = [1] * update.dim()
+            shape[heads_dim] = -1
+            scale = scale.view(shape)
+        numbers = numbers / scale
+    # PyTorch's own conversion makes NaN of large numbers in some versions.
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return numbers.clamp(-most, most).to(torch.float8_e4m3fn)

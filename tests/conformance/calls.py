@@ -16,10 +16,12 @@ from tests import oracle
 from tests.tolerances import assert_close, assert_rounded_once
 
 POSITIONS = {
-    "default": ("query", "key", "value", "nonpad_kv_seqlen", "attn_mask", "sinks"),
+    "default": (
+        "query", "key", "value", "nonpad_kv_seqlen", "attn_mask", "sinks", "k_scale", "v_scale",
+    ),
     "present": (
         "query", "key", "value", "past_key", "past_value", "nonpad_kv_seqlen", "attn_mask",
-        "sinks",
+        "sinks", "k_scale", "v_scale",
     ),
 }  # fmt: skip
 POSITIONS["qk"] = POSITIONS["present"]
@@ -175,6 +177,15 @@ class Maker:
         numbers = torch.randn(*shape, generator=self._generator)
         return numbers.to(dtype or self.dtype).to(self.device)
 
+    def float8(self, *shape: int) -> torch.Tensor:
+        """Normal numbers of a cache in float8_e4m3fn."""
+        return self.normal(*shape, dtype=torch.float8_e4m3fn)
+
+    def scales(self, *values: float) -> torch.Tensor:
+        """Float32 scales `[len(values)]`; of one value `[]`."""
+        numbers = torch.tensor(values, dtype=torch.float32, device=self.device)
+        return numbers[0] if len(values) == 1 else numbers
+
     def flags(self, *shape: int, share: float = 0.6) -> torch.Tensor:
         """Bool, True with this probability."""
         return (torch.rand(*shape, generator=self._generator) < share).to(self.device)
@@ -193,12 +204,13 @@ class Maker:
         T: int | None = None,
         D: int | None = None,
         Dv: int | None = None,
+        cache_dtype: torch.dtype | None = None,
     ) -> dict[str, torch.Tensor]:
         """Contiguous 4-D query, key, value."""
         T = self.T if T is None else T
         D = self.D if D is None else D
         return {
             "query": self.normal(B, Hq, Sq, D),
-            "key": self.normal(B, Hkv, T, D),
-            "value": self.normal(B, Hkv, T, D if Dv is None else Dv),
+            "key": self.normal(B, Hkv, T, D, dtype=cache_dtype),
+            "value": self.normal(B, Hkv, T, D if Dv is None else Dv, dtype=cache_dtype),
         }

@@ -27,21 +27,31 @@ class Case:
     flash: bool = True  # the Triton tier accepts it
     mea: bool = False  # PyTorch's memory-efficient attention accepts it (on a GPU)
     everywhere: bool = True  # False: too large for Triton's interpreter
+    float8: bool = False  # float8 caches, which go with 16-bit queries only
 
     def meant_for(self, tier: str) -> bool:
         return {"flash": self.flash, "mea": self.mea, "unfused": True}.get(tier, False)
+
+    def is_legal_in(self, dtype: torch.dtype) -> bool:
+        """Whether the operator takes it with queries of this dtype."""
+        return not self.float8 or dtype.itemsize == 2
 
 
 CASES: list[Case] = []
 
 
 def case(
-    *, name: str | None = None, flash: bool = True, mea: bool = False, everywhere: bool = True
+    *,
+    name: str | None = None,
+    flash: bool = True,
+    mea: bool = False,
+    everywhere: bool = True,
+    float8: bool = False,
 ) -> Callable[[Callable[[Maker], Call]], Callable[[Maker], Call]]:
     """Enters the function into the table."""
 
     def enter(make: Callable[[Maker], Call]) -> Callable[[Maker], Call]:
-        CASES.append(Case(name or make.__name__, make, flash, mea, everywhere))
+        CASES.append(Case(name or make.__name__, make, flash, mea, everywhere, float8))
         return make
 
     return enter
@@ -957,3 +967,299 @@ def _invariant(name: str, Sq: int, T: int | None = None, **scalars: object) -> N
 _invariant("single_row", 1)
 _invariant("long_row", 1, T=600)
 _invariant("rows_with_window", 3, is_causal=True, left_window_size=6)
+
+
+# ----------------------------------------------------------------------------------- float8 caches
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def _scales(m: Maker, kind: str, heads: int) -> torch.Tensor | None:
+    """No scale, one for all, or one for each KV head, all far apart."""
+    if kind == "none":
+        return None
+    return m.scales(0.3) if kind == "one" else m.scales(*(0.2 * 3**h for h in range(heads)))
+
+
+def _float8_scales(k_scale: str, v_scale: str) -> None:
+    @case(name=f"float8_k_scale_{k_scale}_v_scale_{v_scale}", float8=True)
+    def make(m: Maker) -> Call:
+        call: dict = m.qkv(B=3, cache_dtype=FLOAT8)
+        call["nonpad_kv_seqlen"] = m.lengths([m.T, 0, 5])
+        return Call({**call, "k_scale": _scales(m, k_scale, 2), "v_scale": _scales(m, v_scale, 2)})
+
+
+for _k_scale, _v_scale in [
+    ("none", "none"), ("one", "one"), ("per_head", "per_head"),
+    ("none", "per_head"), ("per_head", "none"), ("one", "per_head"), ("none", "one"),
+]:  # fmt: skip
+    _float8_scales(_k_scale, _v_scale)
+
+
+@case(float8=True)
+def float8_without_lengths(m: Maker) -> Call:
+    return Call({**m.qkv(Hq=3, Hkv=3, cache_dtype=FLOAT8), "k_scale": m.scales(0.5, 2.0, 0.1)})
+
+
+def _float8_head_sizes(D: int, Dv: int, flash: bool = True) -> None:
+    @case(name=f"float8_head_sizes_{D}_and_{Dv}", flash=flash, float8=True)
+    def make(m: Maker) -> Call:
+        T = m.pick(150, m.T)
+        call: dict = m.qkv(Hkv=1, Hq=2, T=T, D=D, Dv=Dv, cache_dtype=FLOAT8)
+        return Call({**call, "nonpad_kv_seqlen": m.lengths([T, 5]), "v_scale": m.scales(2.5)})
+
+
+for _D, _Dv in [
+    (8, 8), (24, 8), (64, 64), (72, 72), (96, 96), (256, 256), (64, 32), (192, 128), (33, 34),
+    (64, 33), (8, 1),
+]:  # fmt: skip
+    _float8_head_sizes(_D, _Dv)
+_float8_head_sizes(257, 64, flash=False)
+
+
+def _float8_rows(Hq: int, rows: int) -> None:
+    @case(name=f"float8_{Hq}_query_heads_and_{rows}_rows", float8=True)
+    def make(m: Maker) -> Call:
+        call: dict = m.qkv(B=3, Hq=Hq, Sq=rows, cache_dtype=FLOAT8)
+        call["nonpad_kv_seqlen"] = m.lengths([m.T, rows, 11], torch.int64)
+        scales = {"k_scale": m.scales(0.7, 0.2), "v_scale": m.scales(0.1, 4.0)}
+        return Call({**call, **scales}, {"is_causal": True})
+
+
+for _Hq, _rows in [(32, 1), (14, 1), (40, 1), (4, 4), (4, 17), (20, 5)]:
+    _float8_rows(_Hq, _rows)
+
+
+@case(float8=True)
+def float8_values_of_every_byte(m: Maker) -> Call:
+    """One key, so that each finite number comes out as it is, times the scale."""
+    bytes_ = torch.tensor([b for b in range(256) if b & 127 != 127], dtype=torch.uint8)
+    value = bytes_.view(FLOAT8).view(1, 1, 1, 254).to(m.device)
+    call = m.qkv(B=1, Hq=2, Hkv=1, T=1, Dv=254)
+    return Call({**call, "key": m.float8(1, 1, 1, m.D), "value": value, "v_scale": m.scales(0.25)})
+
+
+@case(float8=True)
+def float8_keys_of_every_byte(m: Maker) -> Call:
+    """Each number is the logit of its key; a small scale keeps the largest from hiding the rest."""
+    bytes_ = torch.tensor([b for b in range(256) if b & 127 != 127], dtype=torch.uint8)
+    call = m.qkv(B=1, Hq=1, Hkv=1, T=254, D=8, Dv=64, cache_dtype=FLOAT8)
+    call["query"] = torch.zeros_like(call["query"])
+    call["query"][..., 3] = 1.0
+    key = torch.zeros(1, 1, 254, 8, dtype=torch.uint8)
+    key[0, 0, :, 3] = bytes_
+    call["key"] = key.view(FLOAT8).to(m.device)
+    return Call({**call, "k_scale": m.scales(2.0**-6)}, {"scale": 1.0})
+
+
+@case(float8=True)
+def float8_numbers_below_the_normal_ones(m: Maker) -> Call:
+    """-7 to 7 times the smallest number, which the scales make integers of."""
+    call: dict = m.qkv(B=1, D=64, cache_dtype=FLOAT8)
+    for name in ("key", "value"):
+        bits = torch.randint(0, 8, call[name].shape) + 128 * torch.randint(0, 2, call[name].shape)
+        call[name] = bits.to(torch.uint8).view(FLOAT8).to(m.device)
+    return Call({**call, "k_scale": m.scales(2.0**7), "v_scale": m.scales(2.0**9)})
+
+
+@case(float8=True)
+def float8_scales_as_strided_views(m: Maker) -> Call:
+    table = m.scales(0.5, 9.0, 9.0, 2.0, 9.0, 9.0).view(2, 3)
+    scales = {"k_scale": table[:, 0], "v_scale": table[1, :1].expand(2)}
+    return Call({**m.qkv(cache_dtype=FLOAT8), **scales})
+
+
+@case(float8=True)
+def float8_nan_past_the_length(m: Maker) -> Call:
+    call, lengths = m.qkv(B=4, Sq=2, cache_dtype=FLOAT8), [m.T - 3, 5, 0, 1]
+    for name in ("key", "value"):
+        for b, n in enumerate(lengths):
+            call[name].view(torch.uint8)[b, :, n:] = 127
+    call["nonpad_kv_seqlen"] = m.lengths(lengths)
+    return Call({**call, "v_scale": m.scales(0.5, 2.0)}, {"is_causal": True})
+
+
+@case(float8=True)
+def float8_nan_in_a_key_and_a_value_that_are_seen(m: Maker) -> Call:
+    """Of either sign: both are NaN, none is a number beyond 448."""
+    call: dict = m.qkv(Hq=4, Hkv=4, cache_dtype=FLOAT8)
+    key, value = (call[name].view(torch.uint8) for name in ("key", "value"))
+    key[0, 0, 7, 3], key[0, 1, 9, 4] = 127, 255
+    value[1, 2, 11, 5], value[1, 3, 12, 6] = 127, 255
+    return Call(call)
+
+
+@case(float8=True)
+def float8_rows_without_keys_are_zero_whatever_the_scales(m: Maker) -> Call:
+    call: dict = m.qkv(Sq=2, cache_dtype=FLOAT8)
+    call["nonpad_kv_seqlen"] = m.lengths([0, 0])
+    scales = {"k_scale": m.scales(math.nan, math.inf), "v_scale": m.scales(math.inf, math.nan)}
+    return Call({**call, **scales, "sinks": m.normal(4, dtype=torch.float32)})
+
+
+@case(float8=True)
+def float8_nan_in_keys_that_a_bool_mask_hides(m: Maker) -> Call:
+    call: dict = m.qkv(Sq=2, cache_dtype=FLOAT8)
+    mask = m.flags(2, 1, 1, m.T)
+    hidden = ~mask[:, 0, 0]
+    for name in ("key", "value"):
+        call[name].view(torch.uint8).masked_fill_(hidden[:, None, :, None], 127)
+    return Call({**call, "attn_mask": mask, "v_scale": m.scales(0.1)})
+
+
+@case(float8=True)
+def float8_with_softcap_and_window(m: Maker) -> Call:
+    """The softcap is of logits that the scale is in already."""
+    call: dict = m.qkv(Sq=3, cache_dtype=FLOAT8)
+    call["nonpad_kv_seqlen"] = m.lengths([m.T, 6])
+    call["k_scale"] = m.scales(3.0, 0.5)
+    return Call(call, {"softcap": 1.5, "is_causal": True, "left_window_size": 20})
+
+
+@case(float8=True)
+def float8_everything_at_once(m: Maker) -> Call:
+    call: dict = m.qkv(B=3, Hq=6, Sq=3, Dv=64, cache_dtype=FLOAT8)
+    call["nonpad_kv_seqlen"] = m.lengths([m.T - 2, 2, 0], torch.int64)
+    call["attn_mask"] = m.normal(3, 1, 3, m.T - 5, dtype=torch.float32)
+    call["attn_mask"][:, :, :, 4] = MASKED
+    call["sinks"] = m.normal(6, dtype=torch.float16)
+    call["k_scale"], call["v_scale"] = m.scales(2.0, 0.5), m.scales(0.3)
+    scalars = {
+        "is_causal": True, "scale": 0.3, "softcap": 4.0,
+        "left_window_size": 20, "right_window_size": 1,
+    }  # fmt: skip
+    return Call(call, scalars)
+
+
+@case(float8=True)
+def float8_of_rank_three(m: Maker) -> Call:
+    call: dict = {
+        "query": m.normal(2, 3, 6 * m.D),
+        "key": m.float8(2, m.T, 2 * m.D),
+        "value": m.float8(2, m.T, 2 * 64),
+        "nonpad_kv_seqlen": m.lengths([0, m.T - 2]),
+        "k_scale": m.scales(0.5, 2.0),
+        "v_scale": m.scales(3.0, 0.1),
+    }
+    return Call(call, {"q_num_heads": 6, "kv_num_heads": 2, "is_causal": True})
+
+
+@case(float8=True)
+def float8_past_and_new_keys_share_the_scales(m: Maker) -> Call:
+    call: dict = m.qkv(Sq=2, T=3, Dv=2 * m.D, cache_dtype=FLOAT8)
+    call["past_key"], call["past_value"] = m.float8(2, 2, 40, m.D), m.float8(2, 2, 40, 2 * m.D)
+    call["k_scale"], call["v_scale"] = m.scales(0.5, 2.0), m.scales(3.0)
+    return Call(call, {"is_causal": True}, "present")
+
+
+@case(float8=True)
+def float8_present_without_past(m: Maker) -> Call:
+    call: dict = m.qkv(cache_dtype=FLOAT8)
+    call["key"] = m.float8(2, m.T, 2, m.D).transpose(1, 2)
+    return Call({**call, "v_scale": m.scales(0.5, 2.0)}, {}, "present")
+
+
+def _float8_scores(mode: int) -> None:
+    @case(name=f"float8_scores_of_mode_{mode}", flash=False, float8=True)
+    def make(m: Maker) -> Call:
+        call: dict = m.qkv(Sq=2, T=m.pick(23, 230), cache_dtype=FLOAT8)
+        call["nonpad_kv_seqlen"] = m.lengths([9, 0])
+        call["k_scale"], call["v_scale"] = m.scales(0.5, 2.0), m.scales(3.0)
+        return Call(call, {"qk_matmul_output_mode": mode, "softcap": 2.0}, "qk")
+
+
+for _mode in range(4):
+    _float8_scores(_mode)
+
+
+@case(float8=True)
+def float8_positions_before_heads(m: Maker) -> Call:
+    call: dict = m.qkv()
+    for name in ("key", "value"):
+        call[name] = m.float8(2, m.T, 2, m.D).transpose(1, 2)
+    call["nonpad_kv_seqlen"] = m.lengths([m.T, 5])
+    return Call({**call, "k_scale": m.scales(0.5, 2.0), "v_scale": m.scales(3.0, 0.1)})
+
+
+@case(float8=True)
+def float8_key_and_value_in_two_layouts(m: Maker) -> Call:
+    call: dict = {**m.qkv(cache_dtype=FLOAT8), "nonpad_kv_seqlen": m.lengths([m.T, 5])}
+    call["key"] = m.float8(2, m.T, 2, m.D).transpose(1, 2)
+    return Call(call)
+
+
+@case(float8=True)
+def float8_key_and_value_interleaved(m: Maker) -> Call:
+    pair = m.float8(2, m.T, 2, 2, m.D)
+    call = m.qkv()
+    call["key"], call["value"] = (pair[:, :, i].transpose(1, 2) for i in (0, 1))
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+@case(float8=True)
+def float8_slice_of_a_larger_cache(m: Maker) -> Call:
+    call = m.qkv()
+    for name in ("key", "value"):
+        call[name] = m.float8(4, 5, m.T + 8, m.D)[1:3, 2:4, 3 : m.T + 3]
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+@case(float8=True)
+def float8_heads_and_positions_expanded(m: Maker) -> Call:
+    call = m.qkv()
+    call["key"] = m.float8(2, 1, m.T, m.D).expand(2, 2, m.T, m.D)
+    call["value"] = m.float8(2, 2, 1, m.D).expand(2, 2, m.T, m.D)
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+def _float8_moved(name: str, elements: int, row: int) -> None:
+    """Values are read two at a time where that is possible."""
+
+    @case(name=name, float8=True)
+    def make(m: Maker) -> Call:
+        call = m.qkv()
+        for tensor in ("key", "value"):
+            whole = m.float8(2 * 2 * m.T * row + elements)
+            call[tensor] = whole[elements:].view(2, 2, m.T, row)[..., : m.D]
+        return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
+
+
+_float8_moved("float8_two_bytes_off_alignment", 2, 128)
+_float8_moved("float8_rows_off_alignment", 0, 130)
+_float8_moved("float8_at_an_odd_address", 1, 128)
+_float8_moved("float8_rows_of_an_odd_stride", 0, 129)
+
+
+@case(flash=False, float8=True)
+def float8_head_dimension_not_dense(m: Maker) -> Call:
+    call: dict = m.qkv(T=m.pick(13, m.T), cache_dtype=FLOAT8)
+    call["value"] = m.float8(2, 2, call["key"].shape[2], 2 * m.D)[..., ::2]
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([5, 0])})
+
+
+@case(float8=True)
+def float8_batch_invariant(m: Maker) -> Call:
+    T = m.pick(600, 3000)
+    call: dict = m.qkv(B=3, T=T, cache_dtype=FLOAT8)
+    call["nonpad_kv_seqlen"] = m.lengths([T, 0, 5])
+    scales = {"k_scale": m.scales(0.5, 2.0), "v_scale": m.scales(3.0, 0.1)}
+    return Call({**call, **scales}, {"batch_invariant": True})
+
+
+@case(float8=True, everywhere=False)
+def float8_long_sequence_in_many_splits(m: Maker) -> Call:
+    call: dict = m.qkv(B=1, T=30000, cache_dtype=FLOAT8)
+    return Call({**call, "nonpad_kv_seqlen": m.lengths([29999]), "v_scale": m.scales(0.5, 2.0)})
+
+
+@case(float8=True, everywhere=False)
+def float8_mixed_lengths_as_served(m: Maker) -> Call:
+    lengths = [512, 8192, 0, 1, 4097, 63, 64, 65, 127, 128, 129, 8191, 2048, 300, 5000, 1000]
+    call: dict = m.qkv(B=16, Hq=8, Hkv=2, T=8192, cache_dtype=FLOAT8)
+    scales = {"k_scale": m.scales(0.5, 2.0), "v_scale": m.scales(3.0, 0.1)}
+    return Call({**call, **scales, "nonpad_kv_seqlen": m.lengths(lengths)})
+
+
+@case(float8=True)
+def float8_empty_batch_and_no_keys(m: Maker) -> Call:
+    return Call({**m.qkv(B=2, T=0, cache_dtype=FLOAT8), "k_scale": m.scales(0.5)})

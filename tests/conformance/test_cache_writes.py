@@ -266,6 +266,179 @@ def test_kv_scatter_into_halves_of_one_allocation(implementation: str, maker: Ma
     assert all(same_bits(c, e) for c, e in zip(caches, expected, strict=True))
 
 
+# ------------------------------------------------------------------------------------ float8 caches
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def _quantise_operator(caches, updates, indices, scales, axis, write_mode):  # type: ignore[no-untyped-def]
+    torch.ops.attn_tiers.kv_scatter_(
+        *caches, *updates, indices, *scales, axis=axis, write_mode=write_mode
+    )
+
+
+def _quantise_reference(caches, updates, indices, scales, axis, write_mode):  # type: ignore[no-untyped-def]
+    from csrc_free_ops.reference import kv_scatter
+
+    circular = write_mode == "circular"
+    kv_scatter(*caches, *updates, indices, *scales, axis=axis, circular=circular)
+
+
+def _quantise_triton(caches, updates, indices, scales, axis, write_mode):  # type: ignore[no-untyped-def]
+    from csrc_free_ops.cache import kv_scatter
+
+    circular = write_mode == "circular"
+    kv_scatter(*caches, *updates, indices, *scales, axis=axis, circular=circular)
+
+
+QUANTISING = {
+    "operator": _quantise_operator,
+    "reference": _quantise_reference,
+    "triton": _quantise_triton,
+}
+QUANTISED = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _same_float8(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the bits agree, but for those of NaN."""
+    a, b = a.detach().cpu(), b.detach().cpu()
+    nan = a.float().isnan() & b.float().isnan()
+    return bool(((a.view(torch.uint8) == b.view(torch.uint8)) | nan).all())
+
+
+@pytest.mark.parametrize("implementation", QUANTISING)
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("scale", [None, 0.37])
+def test_quantising_rounds_to_the_nearest_saturates_and_keeps_nan(
+    scale: float | None, dtype: torch.dtype, implementation: str, maker: MakeMaker
+) -> None:
+    """Every number of 16 bits; in float32 those, their neighbours and the ties between results."""
+    m = maker()
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    if dtype is torch.float32:
+        some = bits[::7].view(torch.float16).float()
+        values = torch.from_numpy(oracle.float8_values()).sort().values
+        ties = ((values[1:] + values[:-1]) / 2).float()
+        numbers = torch.cat([some, ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1)])
+        numbers = torch.cat([numbers, torch.tensor([3e38, -3e38, 1e-40, 447.9, 448.1, 464.0])])
+        numbers = numbers[: len(numbers) // 8 * 8]
+    else:
+        numbers = bits.view(dtype)
+    update = numbers.view(1, 1, -1, 8).to(m.device)
+    caches = [torch.zeros(update.shape, dtype=FLOAT8, device=m.device) for _ in range(2)]
+    scales = (None if scale is None else m.scales(scale), None)
+    QUANTISING[implementation](caches, [update, -update], None, scales, -2, "linear")
+    assert _same_float8(caches[0], oracle.quantised(update, scales[0]))
+    assert _same_float8(caches[1], oracle.quantised(-update, None))
+    nan = update.isnan()
+    assert torch.equal(caches[0].float().isnan(), nan)
+    assert bool((caches[0].float().abs()[~nan] <= 448).all())
+
+
+#: Shapes of the caches, axis, how the key's cache lies in memory.
+QUANTISED_CASES = {
+    "heads_first": ((3, 2, 9, 16), (3, 2, 9, 24), -2, None),
+    "positions_first": ((3, 9, 2, 16), (3, 9, 2, 16), 1, None),
+    "positions_last": ((3, 2, 16, 9), (3, 2, 16, 9), -1, None),
+    "positions_before_heads_in_memory": ((3, 2, 9, 16), (3, 2, 9, 16), 2, (0, 2, 1, 3)),
+    "one_kv_head": ((3, 1, 9, 16), (3, 1, 9, 16), -2, None),
+    "head_size_of_one": ((3, 2, 9, 1), (3, 2, 9, 5), -2, None),
+    "capacity_of_one": ((3, 2, 1, 16), (3, 2, 1, 16), -2, None),
+    "two_capacities": ((3, 2, 9, 16), (3, 2, 12, 16), -2, None),
+}
+
+
+@pytest.mark.parametrize("implementation", QUANTISING)
+@pytest.mark.parametrize("write_mode", ["linear", "circular"])
+@pytest.mark.parametrize("kinds", ["none none", "one one", "head head", "one head", "head none"])
+@pytest.mark.parametrize("name", QUANTISED_CASES)
+def test_quantised_scales_belong_to_heads(
+    name: str, kinds: str, write_mode: str, implementation: str, maker: MakeMaker
+) -> None:
+    m = maker(torch.float16)
+    *shapes, axis, order = QUANTISED_CASES[name]
+    heads_dim = 2 if axis == 1 else 1
+    length = min(2, *(shape[axis] for shape in shapes))
+    caches, updates, scales = [], [], []
+    for shape, kind in zip(shapes, kinds.split(), strict=True):
+        caches.append(_laid_out(m.float8(*shape), order, False)[0])
+        cut = list(shape)
+        cut[axis] = length
+        updates.append(m.normal(*cut))
+        heads = shape[heads_dim]
+        of_heads = m.integers([2**h for h in range(2 * heads)], torch.float32)[::2] * 0.3
+        scales.append({"none": None, "one": m.scales(0.7), "head": of_heads}[kind])
+    indices = m.integers([0, 8, -1 if write_mode == "linear" else 17])
+    expected = [
+        oracle.tensor_scatter(
+            cache, oracle.quantised(update, scale, heads_dim), indices,
+            axis=axis, write_mode=write_mode,
+        )
+        for cache, update, scale in zip(caches, updates, scales, strict=True)
+    ]  # fmt: skip
+    QUANTISING[implementation](caches, updates, indices, scales, axis, write_mode)
+    assert all(same_bits(c, e) for c, e in zip(caches, expected, strict=True))
+
+
+@pytest.mark.parametrize("implementation", QUANTISING)
+@pytest.mark.parametrize("shape", [(2, 9, 24), (2, 9), (2, 2, 3, 9, 8), (2, 2, 3, 9, 8, 2)])
+def test_quantising_into_caches_of_other_ranks_takes_one_scale(
+    shape: tuple[int, ...], implementation: str, maker: MakeMaker
+) -> None:
+    m = maker(torch.bfloat16)
+    axis = shape.index(9)
+    order = tuple(reversed(range(len(shape))))
+    caches = [_laid_out(m.float8(*shape), o, False)[0] for o in (None, order)]
+    updates = [m.normal(*(3 if size == 9 else size for size in shape)) for _ in caches]
+    indices, scales = m.integers([4, -1]), [m.scales(0.2), m.scales(5.0)]
+    expected = [
+        oracle.tensor_scatter(c, oracle.quantised(u, s), indices, axis=axis)
+        for c, u, s in zip(caches, updates, scales, strict=True)
+    ]
+    QUANTISING[implementation](caches, updates, indices, scales, axis, "linear")
+    assert all(same_bits(c, e) for c, e in zip(caches, expected, strict=True))
+
+
+@pytest.mark.parametrize("implementation", QUANTISING)
+def test_float8_updates_are_copied_bit_for_bit(implementation: str, maker: MakeMaker) -> None:
+    m = maker()
+    update = torch.arange(256, dtype=torch.uint8).view(FLOAT8).view(1, 2, 1, 128).to(m.device)
+    caches = [m.float8(1, 2, 5, 128) for _ in range(2)]
+    QUANTISING[implementation](
+        caches, [update, update], m.integers([3]), (None, None), -2, "linear"
+    )
+    assert all(same_bits(cache[:, :, 3:4], update) for cache in caches)
+
+
+@pytest.mark.parametrize("implementation", QUANTISING)
+def test_one_cache_in_float8_and_one_that_is_copied(implementation: str, maker: MakeMaker) -> None:
+    m = maker(torch.float16)
+    caches, updates = [m.float8(2, 2, 5, 16), m.normal(2, 2, 5, 8)], []
+    for cache in caches:
+        updates.append(m.normal(2, 2, 1, cache.shape[3]))
+    indices, scale = m.integers([4, 0]), m.scales(0.5, 2.0)
+    expected = [
+        oracle.tensor_scatter(caches[0], oracle.quantised(updates[0], scale, 1), indices),
+        oracle.tensor_scatter(caches[1], updates[1], indices),
+    ]
+    QUANTISING[implementation](caches, updates, indices, (scale, None), -2, "linear")
+    assert all(same_bits(c, e) for c, e in zip(caches, expected, strict=True))
+
+
+def test_quantise_then_decode_is_near_attention_over_what_was_written(maker: MakeMaker) -> None:
+    m = maker(torch.float16)
+    call = m.qkv(B=2, T=12, cache_dtype=FLOAT8)
+    keys, values = m.normal(2, 2, 5, m.D), m.normal(2, 2, 5, m.D)
+    scales = m.scales(0.02, 0.01), m.scales(0.01)
+    start = m.integers([0, -5])
+    ops = torch.ops.attn_tiers
+    ops.kv_scatter_(call["key"], call["value"], keys, values, start, *scales)
+    y = ops.decode(*call.values(), m.lengths([5, 0]), None, None, *scales)
+    dense = oracle.decode(call["query"], keys, values).y
+    dense[1] = 0
+    torch.testing.assert_close(y.double().cpu(), dense, rtol=0.1, atol=0.1)
+
+
 def test_scatter_then_decode_is_attention_over_what_was_written(maker: MakeMaker) -> None:
     m = maker(torch.float32)
     call = m.qkv(B=2, T=12)

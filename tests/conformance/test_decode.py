@@ -25,6 +25,7 @@ def _params() -> list:
         if case.everywhere
         for tier in DECODE_TIERS
         for dtype in DTYPES.get(tier, (torch.float16,))
+        if case.is_legal_in(dtype)
     ]
 
 
@@ -36,10 +37,11 @@ def test_decode_agrees_with_the_oracle(
     run_or_skip(call, tier, must_run if case.meant_for(tier) else frozenset())
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", DTYPES["flash"])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_sizes_on_a_cpu_are_large_enough_for_merges(
-    dtype: torch.dtype, batch_invariant: bool
+    dtype: torch.dtype, cache_dtype: torch.dtype | None, batch_invariant: bool
 ) -> None:
     """Otherwise none of the cases would see the merge of a row's parts."""
     pytest.importorskip("triton")
@@ -47,7 +49,7 @@ def test_sizes_on_a_cpu_are_large_enough_for_merges(
     from csrc_free_ops.facts import device_facts, tensor_facts
 
     m = Maker(dtype)
-    tensors = m.qkv(T=600 if batch_invariant else None)
+    tensors = m.qkv(T=600 if batch_invariant else None, cache_dtype=cache_dtype)
     plan = plan_split_kv(
         *(tensor_facts(tensor) for tensor in tensors.values()),
         device_facts("cpu"),

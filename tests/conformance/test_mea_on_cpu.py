@@ -50,7 +50,7 @@ def _kernel(
 def _taken() -> list[Case]:
     taken = []
     for case in CASES:
-        if not case.everywhere:
+        if not case.everywhere or not case.is_legal_in(torch.float32):
             continue
         call = case.make(Maker(torch.float32))
         verdicts = torch_attn_tiers.explain(

@@ -20,6 +20,7 @@ def _params() -> list:
         for case in CASES
         for dtype in DTYPES
         for tier in DECODE_TIERS
+        if case.is_legal_in(dtype)
     ]
 
 

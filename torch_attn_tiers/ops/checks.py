@@ -74,6 +74,19 @@ def require_writable(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
+def require_scale(op: str, name: str, scale: Tensor, heads: int | torch.SymInt) -> None:
+    """A TypeError or ValueError unless ``scale`` is float32 of shape ``[]`` or ``[heads]``."""
+    require_type(
+        scale.dtype is torch.float32,
+        f"{op}: {name} is {str(scale.dtype).removeprefix('torch.')}; it must be float32",
+    )
+    require(
+        scale.dim() == 0 or (scale.dim() == 1 and scale.shape[0] == heads),
+        f"{op}: {name} has shape {shape_of(scale)}; it must be () or ({heads},), one for all or "
+        "one for each KV head",
+    )
+
+
 def shape_of(tensor: Tensor | Sequence[object]) -> str:
     """The shape as in ``(2, 3)``, whether its sizes are numbers or symbols."""
     sizes = tensor.shape if isinstance(tensor, Tensor) else tensor

@@ -14,13 +14,14 @@ is not the default: ``torch.ops.attn_tiers.decode.present(...)``.
 
 Tensors (positional)
     query ``[B,Hq,Sq,D]`` or ``[B,Sq,Hq*D]``; key, value ``[B,Hkv,T,D|Dv]`` or ``[B,T,Hkv*D|Dv]``,
-    of one rank and one dtype: float16, bfloat16, float32 (float64 in ``unfused``). Any strides.
+    of one rank and one dtype: float16, bfloat16, float32 (float64 in ``unfused``). Under a float16
+    or bfloat16 query, key and value (and past) may all be float8_e4m3fn. Any strides.
     past_key, past_value ``[B,Hkv,P,D|Dv]``: keys in front of the new ones, both or neither.
     nonpad_kv_seqlen ``[B]`` int32 or int64: how many keys of each row are valid, clamped to
     ``[0,T]`` on the device; not with past_key. attn_mask: bool (True attends) or numeric (added),
     aligned from the right with ``[B,Hq,Sq,T]``; a shorter last dimension masks the rest.
-    sinks ``[Hq]``: a logit of each head that joins the denominator only. k_scale, v_scale: for
-    float8 caches, not supported yet.
+    sinks ``[Hq]``: a logit of each head that joins the denominator only. k_scale, v_scale: float32
+    ``[]`` or ``[Hkv]``, what float8 numbers of key and value are multiplied by (default 1).
 Scalars (keyword)
     is_causal, scale (default ``1/sqrt(D)``), softcap, left_window_size and right_window_size (keys
     before and after the current one; -1 is unlimited), q_num_heads and kv_num_heads (3-D inputs
@@ -29,8 +30,8 @@ Scalars (keyword)
     after softcap, 2 after the mask, 3 after softmax.
 Results
     ``Y`` ``[B,Hq,Sq,Dv]`` or ``[B,Sq,Hq*Dv]``; present_key, present_value ``[B,Hkv,P+T,D|Dv]``;
-    qk_matmul_output ``[B,Hq,Sq,P+T]``. All new, contiguous, in the query's dtype. A row that sees
-    no key is zero.
+    qk_matmul_output ``[B,Hq,Sq,P+T]``. All new, contiguous, in the query's dtype (present_key and
+    present_value in the keys'). A row that sees no key is zero.
 Errors
     ValueError, TypeError: an argument breaks a rule above. RuntimeError: an input requires grad.
     TierNotEligibleError, ColdCaptureError: see :mod:`torch_attn_tiers.errors`.
@@ -62,6 +63,7 @@ from csrc_free_ops.facts import (
 )
 from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, is_capturing, known
 from torch_attn_tiers.ops.checks import (
+    require_scale,
     layout,
     require,
     require_dense,
@@ -87,6 +89,9 @@ _SCALARS = (
 )
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOAT8 = torch.float8_e4m3fn
+#: Dtypes of queries over float8 caches.
+_HALVES = (torch.float16, torch.bfloat16)
 _SINKS = (torch.float16, torch.bfloat16, torch.float32)
 _MASKS = (
     torch.bool, *_FLOATS,
@@ -185,26 +190,32 @@ def _check_dtypes(op: str, tensors: Tensors) -> None:
         dtype in _FLOATS,
         f"{op}: query is {dtype_name(dtype)}; it must be float16, bfloat16, float32 or float64",
     )
-    for name in ("key", "value", "past_key", "past_value"):
+    key_dtype = tensors.key.dtype
+    if key_dtype is _FLOAT8:
+        require_type(
+            dtype in _HALVES,
+            f"{op}: key is float8_e4m3fn and query {dtype_name(dtype)}; float8 caches go with "
+            "float16 and bfloat16 queries: convert one of them",
+        )
+    else:
+        require_type(key_dtype is dtype, _not_one_dtype(op, "key", key_dtype, dtype))
+    for name in ("value", "past_key", "past_value"):
         tensor = getattr(tensors, name)
-        if tensor is None:
+        if tensor is None or tensor.dtype is key_dtype:
             continue
         require_type(
-            tensor.dtype is not torch.float8_e4m3fn,
-            f"{op}: {name} is float8_e4m3fn; float8 caches are not supported yet, "
-            f"convert it to {dtype_name(dtype)}",
+            _FLOAT8 not in (tensor.dtype, key_dtype),
+            f"{op}: {name} is {dtype_name(tensor.dtype)} and key {dtype_name(key_dtype)}; caches "
+            "and what is added to them are all float8_e4m3fn or none: convert one of them",
         )
-        require_type(
-            tensor.dtype is dtype,
-            f"{op}: {name} is {dtype_name(tensor.dtype)} and query {dtype_name(dtype)}; they must "
-            "have one dtype (nothing is cast, under autocast neither): convert one of them",
-        )
-    for name in ("k_scale", "v_scale"):
-        require(
-            getattr(tensors, name) is None,
-            f"{op}: {name} is given and key is {dtype_name(tensors.key.dtype)}; scales go with "
-            "float8 caches only, which are not supported yet: leave it out",
-        )
+        raise TypeError(_not_one_dtype(op, name, tensor.dtype, dtype))
+
+
+def _not_one_dtype(op: str, name: str, dtype: torch.dtype, query_dtype: torch.dtype) -> str:
+    return (
+        f"{op}: {name} is {dtype_name(dtype)} and query {dtype_name(query_dtype)}; they must "
+        "have one dtype (nothing is cast, under autocast neither): convert one of them"
+    )
 
 
 def _check_shapes(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
@@ -344,6 +355,15 @@ def _check_optional(op: str, sizes: Sizes, tensors: Tensors) -> None:
         )
     if tensors.attn_mask is not None:
         _check_mask(op, sizes, tensors.attn_mask)
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(tensors, name)
+        if scale is not None:
+            require(
+                tensors.key.dtype is _FLOAT8,
+                f"{op}: {name} is given and key is {dtype_name(tensors.key.dtype)}; scales go with "
+                "float8_e4m3fn caches only: leave it out",
+            )
+            require_scale(op, name, scale, sizes.Hkv)
 
 
 def _check_mask(op: str, sizes: Sizes, attn_mask: Tensor) -> None:
@@ -445,6 +465,8 @@ def _problem(
         lengths_dtype=None if lengths is None else lengths.dtype,
         mask=None if mask is None else broadcast_facts(mask, (B, Hq, sizes.Sq)),
         sinks_dtype=None if sinks is None else sinks.dtype,
+        k_scale=None if tensors.k_scale is None else tuple(tensors.k_scale.shape),
+        v_scale=None if tensors.v_scale is None else tuple(tensors.v_scale.shape),
         is_causal=is_causal,
         past_len=sizes.P,
         scale=_canonical_scale(sizes.D, scalars.scale),
@@ -498,7 +520,7 @@ def _problem_of(op: str, *args: Any, facts: DeviceFacts | None, **kwargs: Any) -
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    """:func:`layout` of lengths and sinks, which are made dense before a tier sees them."""
+    """:func:`layout` of lengths, sinks and scales, which a tier is given dense."""
     return tensor.shape, tensor.dtype, tensor.get_device()
 
 
@@ -522,8 +544,10 @@ def _decode(
             or value.requires_grad
             or (attn_mask is not None and attn_mask.requires_grad)
             or (sinks is not None and sinks.requires_grad)
+            or (k_scale is not None and k_scale.requires_grad)
+            or (v_scale is not None and v_scale.requires_grad)
         ):
-            forbid_grad("decode", query, key, value, attn_mask, sinks)
+            forbid_grad("decode", query, key, value, attn_mask, sinks, k_scale, v_scale)
         flat = (
             "decode",
             options,
@@ -545,7 +569,8 @@ def _decode(
             None if nonpad_kv_seqlen is None else _kind(nonpad_kv_seqlen),
             None if attn_mask is None else layout(attn_mask),
             None if sinks is None else _kind(sinks),
-            k_scale is None and v_scale is None,
+            None if k_scale is None else _kind(k_scale),
+            None if v_scale is None else _kind(v_scale),
             *scalars,
             *scalars.values(),
         )
@@ -563,6 +588,10 @@ def _decode(
         nonpad_kv_seqlen = nonpad_kv_seqlen.contiguous()
     if sinks is not None:
         sinks = sinks.contiguous()
+    if k_scale is not None:
+        k_scale = k_scale.contiguous()
+    if v_scale is not None:
+        v_scale = v_scale.contiguous()
     return decision(query, key, value, nonpad_kv_seqlen, attn_mask, sinks, k_scale, v_scale)
 
 
@@ -572,7 +601,7 @@ def _decode_with_present(
     """What the tier returns, and present_key and present_value."""
     forbid_grad(op, *args)
     options = current()
-    query, key, value, past_key, past_value, nonpad_kv_seqlen, attn_mask, sinks = _eight(args)
+    query, key, value, past_key, past_value, nonpad_kv_seqlen, attn_mask, *dense = _all(args)
     try:
         flat = (op, options, query.device, *map(layout, args), *scalars, *scalars.values())
     except (AttributeError, RuntimeError):  # a tensor without what a key is made of
@@ -587,17 +616,14 @@ def _decode_with_present(
     present_value = _concatenate(past_value, value, decision.problem.value.shape)
     if nonpad_kv_seqlen is not None:
         nonpad_kv_seqlen = nonpad_kv_seqlen.contiguous()
-    if sinks is not None:
-        sinks = sinks.contiguous()
-    result = decision(
-        query, present_key, present_value, nonpad_kv_seqlen, attn_mask, sinks, None, None
-    )
+    dense = [None if t is None else t.contiguous() for t in dense]  # sinks and scales
+    result = decision(query, present_key, present_value, nonpad_kv_seqlen, attn_mask, *dense)
     return result, present_key, present_value
 
 
-def _eight(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The first eight positional arguments, None for those left out."""
-    return args[:8] + (None,) * (8 - len(args))
+def _all(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All positional arguments, None for those left out."""
+    return args + (None,) * (len(Tensors._fields) - len(args))
 
 
 def _decode_present(*args: Any, **scalars: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -646,13 +672,13 @@ def _decode_fake(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def _decode_present_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_with_present(args[0], _fake_sizes("decode.present", args, kwargs))
+    return _fake_with_present(args, _fake_sizes("decode.present", args, kwargs))
 
 
 def _decode_qk_fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     sizes = _fake_sizes("decode.qk", args, kwargs)
     products = args[0].new_empty(sizes.B, sizes.Hq, sizes.Sq, sizes.T)
-    return *_fake_with_present(args[0], sizes), products
+    return *_fake_with_present(args, sizes), products
 
 
 def _fake_sizes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes:
@@ -660,10 +686,11 @@ def _fake_sizes(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sizes
     return _check(op, *_bind(op, args, kwargs))
 
 
-def _fake_with_present(query: Tensor, sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_with_present(args: tuple[Any, ...], sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = args[:3]
     B, Hkv, T = sizes.B, sizes.Hkv, sizes.T
-    present_key = query.new_empty(B, Hkv, T, sizes.D)
-    present_value = query.new_empty(B, Hkv, T, sizes.Dv)
+    present_key = key.new_empty(B, Hkv, T, sizes.D)
+    present_value = value.new_empty(B, Hkv, T, sizes.Dv)
     return query.new_empty(sizes.output), present_key, present_value
 
 

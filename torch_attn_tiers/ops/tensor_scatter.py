@@ -7,7 +7,10 @@ Tensors (positional)
     past_cache, or key_cache and value_cache: ``[B, .., T, ..]``, any strides that do not overlap.
     update, or key and value: of the cache's dtype and shape, but ``[.., S, ..]`` with ``S <= T``
     along ``axis``; any strides. write_indices ``[B]`` int32 or int64, never read by the host;
-    without it writing starts at 0. k_scale, v_scale: for float8 caches, not supported yet.
+    without it writing starts at 0. Into a float8_e4m3fn cache ``kv_scatter_`` also writes float16,
+    bfloat16 and float32: divided by k_scale or v_scale (float32 ``[]``, or ``[Hkv]`` for a cache of
+    rank 4, whose heads are the first dimension besides 0 and ``axis``; default 1) in float32,
+    rounded to nearest even, and saturated at 448. NaN stays NaN.
 Scalars (keyword)
     axis: the dimension of positions, any but 0 (default -2, as in ``[B,Hkv,T,D]``). write_mode:
     ``"linear"`` drops a position past the cache, and the whole row of a negative index, which is
@@ -55,6 +58,7 @@ from torch_attn_tiers.dispatch import (
 )
 from torch_attn_tiers.errors import ColdCaptureError
 from torch_attn_tiers.ops.checks import (
+    require_scale,
     layout,
     require,
     require_dense,
@@ -73,6 +77,10 @@ _ONE_CACHE = (
     "overwrite the keys; give two caches"
 )
 _MODES = ("linear", "circular")
+_FLOAT8 = torch.float8_e4m3fn
+#: What is divided by a scale and rounded on its way into a float8 cache.
+_QUANTISED = (torch.float16, torch.bfloat16, torch.float32)
+_NO_SCALES: _Scales = (None, None)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -84,14 +92,16 @@ def _check(
     op: str,
     pairs: tuple[tuple[str, Tensor, str, Tensor], ...],
     write_indices: Tensor | None,
+    scales: _Scales,
     axis: int,
     write_mode: str,
 ) -> None:
     """Raise unless each ``(cache name, cache, update name, update)`` and the rest are legal."""
     first_name, first = pairs[0][:2]
     named = {name: tensor for pair in pairs for name, tensor in (pair[:2], pair[2:])}
-    require_dense(op, named, **named, write_indices=write_indices)
-    require_same_device(op, **named, write_indices=write_indices)
+    optional = dict(write_indices=write_indices, **dict(zip(("k_scale", "v_scale"), scales)))
+    require_dense(op, named, **named, **optional)
+    require_same_device(op, **named, **optional)
     require(
         write_mode in _MODES,
         f"{op}: write_mode={write_mode!r}; it must be 'linear' or 'circular'",
@@ -113,6 +123,9 @@ def _check(
             f"{op}: write_indices has shape {shape_of(write_indices)}; it must be "
             f"({first.shape[0]},), one index for each batch row",
         )
+    for name, scale, pair in zip(("k_scale", "v_scale"), scales, pairs):
+        if scale is not None:
+            _check_scale(op, name, scale, pair, axis)
 
 
 def _check_pair(
@@ -120,11 +133,21 @@ def _check_pair(
 ) -> None:
     rank = cache.dim()
     shapes = f"{update_name} has shape {shape_of(update)} and {cache_name} {shape_of(cache)}"
-    require_type(
-        update.dtype is cache.dtype,
+    dtypes = (
         f"{op}: {update_name} is {dtype_name(update.dtype)} and {cache_name} "
-        f"{dtype_name(cache.dtype)}; they must have one dtype (nothing is cast): convert one",
+        f"{dtype_name(cache.dtype)}"
     )
+    if cache.dtype is _FLOAT8 and op == "kv_scatter_":
+        require_type(
+            update.dtype in (*_QUANTISED, _FLOAT8),
+            f"{dtypes}; into that go float16, bfloat16, float32 and float8_e4m3fn: convert it",
+        )
+    else:
+        hint = " (kv_scatter_ quantises)" if cache.dtype is _FLOAT8 else ""
+        require_type(
+            update.dtype is cache.dtype,
+            f"{dtypes}; they must have one dtype (nothing is cast): convert one{hint}",
+        )
     require(
         rank >= 2 and update.dim() == rank,
         f"{op}: {shapes}; they must have one rank of at least 2",
@@ -158,13 +181,30 @@ def _check_pair(
         )
 
 
-def _check_scales(op: str, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+def _check_scale(
+    op: str, name: str, scale: Tensor, pair: tuple[str, Tensor, str, Tensor], axis: int
+) -> None:
+    cache_name, cache, update_name, update = pair
+    require(
+        cache.dtype is _FLOAT8,
+        f"{op}: {name} is given and {cache_name} is {dtype_name(cache.dtype)}; scales go with "
+        "float8_e4m3fn caches only: leave it out",
+    )
+    require(
+        update.dtype is not _FLOAT8,
+        f"{op}: {name} is given and {update_name} is float8_e4m3fn; only numbers that are rounded "
+        "to it are divided by a scale: leave it out",
+    )
+    rank = cache.dim()
+    if rank == 4:
+        require_scale(op, name, scale, cache.shape[reference.heads_dimension(axis % rank)])
+    else:
         require(
-            scale is None,
-            f"{op}: {name} is given; scales go with float8 caches only, which are not supported "
-            "yet: leave it out",
+            scale.dim() == 0,
+            f"{op}: {name} has shape {shape_of(scale)} and {cache_name} rank {rank}; it must be "
+            "(), one for each KV head goes with caches of rank 4: view it as one",
         )
+        require_scale(op, name, scale, 1)
 
 
 def _check_values(
@@ -222,6 +262,8 @@ class WriteProblem(Problem):
     caches: tuple[TensorFacts, ...]
     updates: tuple[TensorFacts, ...]
     indices: TensorFacts | None
+    #: Of float8 caches whose updates are of another dtype.
+    scales: tuple[TensorFacts | None, ...]
     axis: int
     circular: bool
 
@@ -229,8 +271,12 @@ class WriteProblem(Problem):
         """The problem on one line."""
         words = [self.call, f"axis={self.axis}"]
         for cache, update in zip(self.caches, self.updates):
-            words.append(f"{dtype_name(cache.dtype)} {shape_of(update.shape)}")
-            words.append(f"into {shape_of(cache.shape)}")
+            words.append(f"{dtype_name(update.dtype)} {shape_of(update.shape)}")
+            into = "" if update.dtype is cache.dtype else f"{dtype_name(cache.dtype)} "
+            words.append(f"into {into}{shape_of(cache.shape)}")
+        for name, scale in zip(("k_scale", "v_scale"), self.scales):
+            if scale is not None:
+                words.append(f"{name}={'per head' if scale.shape else 'one'}")
         if self.indices is not None:
             words.append(f"write_indices={dtype_name(self.indices.dtype)}")
         if self.circular:
@@ -239,12 +285,16 @@ class WriteProblem(Problem):
 
 
 class _Write(Protocol):
-    """Writes ``updates`` into ``caches``."""
+    """Writes ``updates`` into ``caches``, divided by ``scales`` where that is asked for."""
 
     def is_compiled(self) -> bool: ...
     def compile(self) -> None: ...
     def run(
-        self, caches: Sequence[Tensor], updates: Sequence[Tensor], write_indices: Tensor | None
+        self,
+        caches: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        write_indices: Tensor | None,
+        scales: Sequence[Tensor | None],
     ) -> None: ...
 
 
@@ -261,10 +311,14 @@ class _ReferenceWrite:
         pass
 
     def run(
-        self, caches: Sequence[Tensor], updates: Sequence[Tensor], write_indices: Tensor | None
+        self,
+        caches: Sequence[Tensor],
+        updates: Sequence[Tensor],
+        write_indices: Tensor | None,
+        scales: Sequence[Tensor | None],
     ) -> None:
-        for cache, update in zip(caches, updates):
-            reference.tensor_scatter(cache, update, write_indices, **self.scalars)
+        for cache, update, scale in zip(caches, updates, scales):
+            reference.tensor_scatter(cache, update, write_indices, scale, **self.scalars)
 
 
 #: By flat key, writes whose arguments are checked and whose kernels are loaded.
@@ -274,18 +328,20 @@ _MAX_WRITES = 4096
 _unfit: dict[WriteProblem, str] = {}
 
 _Pairs = tuple[tuple[str, Tensor, str, Tensor], ...]
+_Scales = tuple[Tensor | None, Tensor | None]
 
 
 def _problem(
     op: str,
     pairs: _Pairs,
     write_indices: Tensor | None,
+    scales: _Scales,
     axis: int,
     write_mode: str,
     facts: DeviceFacts | None = None,
 ) -> WriteProblem:
     """The problem of a call, checked; ``facts`` replace its device."""
-    _check(op, pairs, write_indices, axis, write_mode)
+    _check(op, pairs, write_indices, scales, axis, write_mode)
     device = facts_for(pairs[0][1], facts)
     return WriteProblem(
         op=op,
@@ -295,6 +351,7 @@ def _problem(
         caches=tuple(tensor_facts(cache) for _, cache, _, _ in pairs),
         updates=tuple(tensor_facts(update) for _, _, _, update in pairs),
         indices=None if write_indices is None else tensor_facts(write_indices),
+        scales=tuple(None if scale is None else tensor_facts(scale) for scale in scales),
         axis=axis % pairs[0][1].dim(),
         circular=write_mode == "circular",
     )
@@ -335,6 +392,7 @@ def _plan(problem: WriteProblem) -> _Write:
         problem.device,
         axis=problem.axis,
         circular=problem.circular,
+        scales=problem.scales,
     )
 
 
@@ -412,8 +470,10 @@ def _tensor_scatter(
     write = _writes.get(flat)
     if write is None or current().check:
         pairs = (("past_cache", past_cache, "update", update),)
-        write = _checked("tensor_scatter_", flat, pairs, write_indices, axis, write_mode)
-    write.run((past_cache,), (update,), write_indices)
+        write = _checked(
+            "tensor_scatter_", flat, pairs, write_indices, _NO_SCALES, axis, write_mode
+        )
+    write.run((past_cache,), (update,), write_indices, _NO_SCALES)
     mark_written(past_cache)
 
 
@@ -429,9 +489,9 @@ def _kv_scatter(
     axis: int = -2,
     write_mode: str = "linear",
 ) -> None:
-    forbid_grad("kv_scatter_", key_cache, value_cache, key, value)
-    caches, updates = (key_cache, value_cache), (key, value)
-    tensors = (*caches, *updates, write_indices, k_scale, v_scale)
+    forbid_grad("kv_scatter_", key_cache, value_cache, key, value, k_scale, v_scale)
+    caches, updates, scales = (key_cache, value_cache), (key, value), (k_scale, v_scale)
+    tensors = (*caches, *updates, write_indices, *scales)
     try:
         is_one = key_cache.data_ptr() == value_cache.data_ptr() and key_cache.numel() > 0
         flat = (key_cache.device, *map(layout, tensors), axis, write_mode)
@@ -441,12 +501,11 @@ def _kv_scatter(
         raise
     write = _writes.get(flat)
     if write is None or current().check:
-        _check_scales("kv_scatter_", k_scale, v_scale)
         pairs = _kv_pairs(key_cache, value_cache, key, value)
-        write = _checked("kv_scatter_", flat, pairs, write_indices, axis, write_mode)
+        write = _checked("kv_scatter_", flat, pairs, write_indices, scales, axis, write_mode)
     if is_one:
         raise ValueError(_ONE_CACHE)
-    write.run(caches, updates, write_indices)
+    write.run(caches, updates, write_indices, scales)
     mark_written(*caches)
 
 
@@ -459,13 +518,15 @@ def _checked(
     flat: tuple[Any, ...],
     pairs: _Pairs,
     write_indices: Tensor | None,
+    scales: _Scales,
     axis: int,
     write_mode: str,
 ) -> _Write:
     """The write of a call that is not known yet, or whose values are to be checked."""
     write = _writes.get(flat)
     if write is None:
-        write, lasting = _compiled(_problem(op, pairs, write_indices, axis, write_mode))
+        problem = _problem(op, pairs, write_indices, scales, axis, write_mode)
+        write, lasting = _compiled(problem)
         if lasting:
             if len(_writes) >= _MAX_WRITES:
                 _writes.clear()
@@ -486,7 +547,7 @@ def _tensor_scatter_problem(
 ) -> WriteProblem:
     forbid_grad("tensor_scatter_", past_cache, update)
     pairs = (("past_cache", past_cache, "update", update),)
-    return _problem("tensor_scatter_", pairs, write_indices, axis, write_mode, facts)
+    return _problem("tensor_scatter_", pairs, write_indices, _NO_SCALES, axis, write_mode, facts)
 
 
 def _kv_scatter_problem(
@@ -502,10 +563,9 @@ def _kv_scatter_problem(
     axis: int = -2,
     write_mode: str = "linear",
 ) -> WriteProblem:
-    forbid_grad("kv_scatter_", key_cache, value_cache, key, value)
-    _check_scales("kv_scatter_", k_scale, v_scale)
-    pairs = _kv_pairs(key_cache, value_cache, key, value)
-    problem = _problem("kv_scatter_", pairs, write_indices, axis, write_mode, facts)
+    forbid_grad("kv_scatter_", key_cache, value_cache, key, value, k_scale, v_scale)
+    pairs, scales = _kv_pairs(key_cache, value_cache, key, value), (k_scale, v_scale)
+    problem = _problem("kv_scatter_", pairs, write_indices, scales, axis, write_mode, facts)
     if key_cache is value_cache and key_cache.numel() > 0:
         raise ValueError(_ONE_CACHE)
     return problem
@@ -526,7 +586,7 @@ def _tensor_scatter_fake(
 ) -> None:
     forbid_grad("tensor_scatter_", past_cache, update)
     pairs = (("past_cache", past_cache, "update", update),)
-    _check("tensor_scatter_", pairs, write_indices, axis, write_mode)
+    _check("tensor_scatter_", pairs, write_indices, _NO_SCALES, axis, write_mode)
 
 
 def _kv_scatter_fake(
@@ -541,10 +601,9 @@ def _kv_scatter_fake(
     axis: int = -2,
     write_mode: str = "linear",
 ) -> None:
-    forbid_grad("kv_scatter_", key_cache, value_cache, key, value)
-    _check_scales("kv_scatter_", k_scale, v_scale)
+    forbid_grad("kv_scatter_", key_cache, value_cache, key, value, k_scale, v_scale)
     pairs = _kv_pairs(key_cache, value_cache, key, value)
-    _check("kv_scatter_", pairs, write_indices, axis, write_mode)
+    _check("kv_scatter_", pairs, write_indices, (k_scale, v_scale), axis, write_mode)
 
 
 define(

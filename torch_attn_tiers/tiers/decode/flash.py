@@ -81,6 +81,8 @@ def _arguments(problem: DecodeProblem) -> dict[str, Any]:
         lengths_dtype=problem.lengths_dtype,
         mask=problem.mask,
         sinks_dtype=problem.sinks_dtype,
+        k_scale=problem.k_scale,
+        v_scale=problem.v_scale,
         is_causal=problem.is_causal,
         offset=problem.past_len,
         scale=problem.scale,
@@ -122,7 +124,7 @@ def _build(problem: DecodeProblem) -> DecodePlan:
         v_scale: Tensor | None,
     ) -> Tensor:
         out = query.new_empty(shape)
-        return run(query, key, value, nonpad_kv_seqlen, attn_mask, sinks, out)
+        return run(query, key, value, nonpad_kv_seqlen, attn_mask, sinks, out, k_scale, v_scale)
 
     return plan
 

@@ -32,6 +32,8 @@ def _device(problem: DecodeProblem) -> str | None:
 def _dtype(problem: DecodeProblem) -> str | None:
     if problem.query.dtype not in _DTYPES:
         return f"takes float16, bfloat16 and float32, not {dtype_name(problem.query.dtype)}"
+    if problem.is_float8:
+        return f"takes caches in the query's dtype, not {dtype_name(problem.key.dtype)}"
     return None
 
 

@@ -66,6 +66,8 @@ def _build(problem: DecodeProblem) -> DecodePlan:
             nonpad_kv_seqlen,
             attn_mask,
             sinks,
+            k_scale,
+            v_scale,
             scale=problem.scale,
             past_len=problem.past_len,
             is_causal=problem.is_causal,
