@@ -202,23 +202,28 @@ class FakeXqa:
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
         page_table: torch.Tensor, seq_lens: torch.Tensor, output: torch.Tensor,
         workspace_buffer: torch.Tensor, semaphores: torch.Tensor, num_kv_heads: int,
-        page_size: int, sinks: torch.Tensor | None = None, q_scale: float = 1.0,
+        page_size: int, sinks: torch.Tensor | None = None, q_scale: Any = 1.0,
         kv_scale: float = 1.0, sliding_win_size: int = 0, kv_layout: str = "NHD",
         sm_count: int | None = None,
     ) -> None:  # fmt: skip
         B, _, Hq, D = q.shape
-        kernel = (q.dtype, page_size, D, Hq // num_kv_heads, sliding_win_size > 0)
+        kernel = (q.dtype, k_cache.dtype, page_size, D, Hq // num_kv_heads, sliding_win_size > 0)
         if kernel not in self.kernels:
             if self.faults.at_build is not None:
                 raise self.faults.at_build
             self.kernels.add(kernel)
         self.calls.append(dict(
             q=q, k_cache=k_cache, table=page_table, seq_lens=seq_lens, semaphores=semaphores,
-            scratch=workspace_buffer, window=sliding_win_size, sinks=sinks,
+            scratch=workspace_buffer, window=sliding_win_size, sinks=sinks, q_scale=q_scale,
         ))  # fmt: skip
         if self.faults.at_run is not None:
             raise self.faults.at_run
-        assert kv_layout == "NHD" and isinstance(q_scale, float) and kv_scale == 1.0
+        assert kv_layout == "NHD" and kv_scale == 1.0
+        if isinstance(q_scale, torch.Tensor):
+            assert q_scale.dtype is torch.float32 and q_scale.numel() == 1
+        else:
+            assert isinstance(q_scale, float)
+        assert v_cache.dtype is k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
         assert seq_lens.dtype is torch.uint32 and seq_lens.shape == (B, 1)
         assert page_table.dtype is torch.int32 and page_table.is_contiguous()
         assert semaphores.dtype is torch.uint32 and semaphores.numel() >= B * num_kv_heads
@@ -246,7 +251,7 @@ class FakeXqa:
                 ]  # fmt: skip
                 begin = max(0, n - sliding_win_size) if sliding_win_size else 0
                 rows.append(torch.cat(pages, 1)[:, begin:n])
-            row = _attention(q[b, 0], *rows, q_scale / math.sqrt(D), sinks)
+            row = _attention(q[b, 0], *rows, float(q_scale) / math.sqrt(D), sinks)
             output[b, 0] = row.to(output.dtype)
 
 

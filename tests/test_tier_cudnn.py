@@ -19,7 +19,16 @@ from tests import fake_libraries
 from tests.conformance.calls import Call, Maker, poisoned_memory
 from tests.fake_libraries import FakeGraph, FakeHandle, Faults
 from tests.library_cases import Arrangement, cudnn_arrangements
-from tests.test_predicates import DEVICES, NO_LENGTHS, OLD, PLAIN, Asked, _meta, _reasons
+from tests.test_predicates import (
+    DEVICES,
+    FLOAT8,
+    NO_LENGTHS,
+    OLD,
+    PLAIN,
+    Asked,
+    _meta,
+    _reasons,
+)
 from torch_attn_tiers import ColdCaptureError, TierNotEligibleError, explain, register_tier
 from torch_attn_tiers.tiers.decode import cudnn
 
@@ -102,6 +111,7 @@ def test_takes_every_arrangement(arrangement: Arrangement, library: None) -> Non
 
 NOT_TAKEN = {
     "float32": (_half(dtype=torch.float32), "takes float16 and bfloat16, not float32"),
+    "float8 caches": (FLOAT8, "takes caches in the query's dtype, not float8_e4m3fn"),
     "bool mask": (_half(mask=_meta(4, 1, 1, 4096, dtype=torch.bool)), "attn_mask"),
     "additive mask": (_half(mask=_meta(4, 1, 1, 4096)), "attn_mask"),
     "softcap": (_half(scalars={"softcap": 50.0}), "softcap"),

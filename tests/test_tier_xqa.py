@@ -18,7 +18,16 @@ from tests import fake_libraries
 from tests.conformance.calls import Call, Maker, poisoned_memory
 from tests.fake_libraries import FakeXqa, Faults
 from tests.library_cases import Arrangement, xqa_arrangements
-from tests.test_predicates import DEVICES, NO_LENGTHS, PLAIN, Asked, _meta, _reasons
+from tests.test_predicates import (
+    DEVICES,
+    FLOAT8,
+    NO_LENGTHS,
+    PLAIN,
+    SCALED,
+    Asked,
+    _meta,
+    _reasons,
+)
 from torch_attn_tiers import TierNotEligibleError, explain
 from torch_attn_tiers.tiers.decode import xqa
 
@@ -402,6 +411,61 @@ def test_kernel_of_another_device_is_a_reason(
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS[::5], ids=str)
 def test_agrees_with_the_oracle(arrangement: Arrangement, runs: FakeXqa) -> None:
     arrangement.make(Maker(torch.float16)).check("xqa")
+
+
+def test_float8_caches_are_not_for_the_hopper_kernel(library: FakeXqa) -> None:
+    assert "rounds the query too to float8 on compute capability 9.0" in _verdict(
+        _asked_for(FLOAT8), "sm_90"
+    )
+    assert FLOAT8.explain(DEVICES["sm_90"]).chosen == "flash"
+
+
+@pytest.mark.parametrize("device", ["sm_100", "sm_120"])
+def test_float8_caches_are_taken_where_the_query_keeps_its_bits(
+    device: str, library: FakeXqa
+) -> None:
+    one = _but(SCALED, v_scale=SCALED.k_scale)
+    for asked in (FLOAT8, one, _but(one, scalars={"left_window_size": 99}), _but(one, D=256)):
+        assert _verdict(_asked_for(asked), device) == ""
+    for asked, words in (
+        (SCALED, "takes one v_scale for all heads, not one for each"),
+        (_but(SCALED, k_scale=SCALED.v_scale), "takes one k_scale for all heads"),
+    ):
+        assert words in _verdict(_asked_for(asked), device)
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("kinds", ["none none", "one one", "one none", "none one"])
+@pytest.mark.parametrize("lengths", [(20, 0, 32), None])
+def test_float8_caches_agree_with_the_oracle(
+    lengths: Any, kinds: str, scale: float | None, runs: FakeXqa
+) -> None:
+    m = Maker(torch.float16)
+    tensors: dict[str, Any] = m.qkv(B=3, T=32, D=64, cache_dtype=torch.float8_e4m3fn)
+    if lengths is not None:
+        tensors["nonpad_kv_seqlen"] = m.lengths(lengths)
+    for name, kind, value in zip(("k_scale", "v_scale"), kinds.split(), (0.37, 2.9)):
+        tensors[name] = m.scales(value) if kind == "one" else None
+    tensors["sinks"] = m.normal(4)
+    Call(tensors, {} if scale is None else {"scale": scale}).check("xqa")
+    if scale is None and tensors["k_scale"] is not None:  # its kernel reads the scale itself
+        assert runs.calls[-1]["q_scale"].data_ptr() == tensors["k_scale"].data_ptr()
+
+
+def test_float8_rows_without_keys_are_zero_whatever_the_scale(runs: FakeXqa) -> None:
+    m = Maker(torch.float16)
+    tensors: dict[str, Any] = m.qkv(T=32, D=64, cache_dtype=torch.float8_e4m3fn)
+    tensors.update(nonpad_kv_seqlen=m.lengths([0, 0]), v_scale=m.scales(math.nan))
+    Call(tensors).check("xqa")
+
+
+def test_kernels_over_float8_are_kernels_of_their_own(runs: FakeXqa) -> None:
+    query, key, value, lengths = _step()
+    torch_attn_tiers.prepare("decode", query, key, value, lengths)
+    caches = key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn)
+    assert _ran(query, *caches, lengths) == "unfused"
+    torch_attn_tiers.prepare("decode", query, *caches, lengths)
+    assert _ran(query, *caches, lengths) == "xqa" and len(runs.kernels) == 2
 
 
 def test_empty_rows_are_zero_whatever_the_library_leaves(runs: FakeXqa) -> None:

@@ -73,7 +73,8 @@ def _windows(problem: DecodeProblem) -> str | None:
 _BASICS = (
     _absent,
     _device,
-    single_row.dtype,
+    single_row.query_dtype,
+    single_row.cache_dtype,
     single_row.rows,
     single_row.sizes,
     _head_sizes,

@@ -11,10 +11,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 INT32_MAX = 2**31 - 1
 
 
-def dtype(problem: DecodeProblem) -> str | None:
+def query_dtype(problem: DecodeProblem) -> str | None:
     if problem.query.dtype not in _HALVES:
         return f"takes float16 and bfloat16, not {dtype_name(problem.query.dtype)}"
-    if problem.key.dtype is not problem.query.dtype:
+    return None
+
+
+def cache_dtype(problem: DecodeProblem) -> str | None:
+    if query_dtype(problem) is None and problem.key.dtype is not problem.query.dtype:
         return f"takes caches in the query's dtype, not {dtype_name(problem.key.dtype)}"
     return None
 

@@ -4,6 +4,9 @@ One query row over caches of either layout, seen as pages without a copy. Each c
 head size, group, page size and window is a kernel of its own that nvcc builds in some ten seconds:
 by ``prepare``, ``tier=`` or ``ATTN_TIERS_JIT=1`` only.
 
+Float8 caches are for compute capabilities 10.x and 12.x: on 9.0 the library runs another kernel for
+them, which rounds the query and the probabilities to float8.
+
 The library takes raw pointers. It reads 32-bit counts and page numbers whatever it is given,
 applies the strides of K to V, in units of the head size, and leaves an empty row NaN or unwritten.
 """
@@ -52,11 +55,13 @@ class Kernel(NamedTuple):
     group: int
     page_size: int
     has_window: bool
+    is_float8: bool = False  # the caches
 
     def __str__(self) -> str:
+        float8 = " over float8_e4m3fn" if self.is_float8 else ""
         window = " with a window" if self.has_window else ""
         return (
-            f"{dtype_name(self.dtype)}, head size {self.head_size}, group {self.group}, "
+            f"{dtype_name(self.dtype)}{float8}, head size {self.head_size}, group {self.group}, "
             f"pages of {self.page_size}{window}"
         )
 
@@ -98,7 +103,10 @@ def kernel_of(problem: DecodeProblem) -> Kernel:
     """The kernel that a problem which all predicates pass runs."""
     page_size = page_size_of(problem.T)
     assert page_size is not None
-    return Kernel(problem.query.dtype, problem.D, problem.G, page_size, problem.left_window >= 0)
+    has_window = problem.left_window >= 0
+    return Kernel(
+        problem.query.dtype, problem.D, problem.G, page_size, has_window, problem.is_float8
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -117,6 +125,21 @@ def _device(problem: DecodeProblem) -> str | None:
     if capability[0] not in _MAJORS:
         major, minor = capability
         return f"needs compute capability 9.0, 10.x or 12.x, the device has {major}.{minor}"
+    return None
+
+
+def _float8(problem: DecodeProblem) -> str | None:
+    if not problem.is_float8:
+        return None
+    capability = problem.device.capability
+    if capability is not None and capability[0] == 9:
+        return (
+            "rounds the query too to float8 on compute capability 9.0, where only caches may be: "
+            "results are far outside the tolerance"
+        )
+    for name, scale in (("k_scale", problem.k_scale), ("v_scale", problem.v_scale)):
+        if scale:
+            return f"takes one {name} for all heads, not one for each"
     return None
 
 
@@ -189,7 +212,8 @@ def _pages(problem: DecodeProblem) -> str | None:
 _BASICS = (
     _library,
     _device,
-    single_row.dtype,
+    single_row.query_dtype,
+    _float8,
     single_row.rows,
     single_row.sizes,
     _heads,
@@ -281,6 +305,8 @@ def _try(kernel: Kernel, device: DeviceFacts) -> list[Tensor]:
 
     out = new(1, 1, kernel.group, kernel.head_size)
     cache = new(1, kernel.page_size, 1, kernel.head_size, fill=1)
+    if kernel.is_float8:
+        cache = cache.to(torch.float8_e4m3fn)
     FLASHINFER.module().xqa(
         new(1, 1, kernel.group, kernel.head_size, fill=1),
         cache,
@@ -448,8 +474,8 @@ class _Run:
         nonpad_kv_seqlen: Tensor | None,
         attn_mask: None,
         sinks: Tensor | None,
-        k_scale: None,
-        v_scale: None,
+        k_scale: Tensor | None,
+        v_scale: Tensor | None,
     ) -> Tensor:
         problem, pages = self.problem, self.pages
         stream = current_stream(problem.device)
@@ -476,15 +502,27 @@ class _Run:
             problem.Hkv,
             self.kernel.page_size,
             sinks=sinks,
-            q_scale=self.q_scale,
+            q_scale=self._q_scale(k_scale),
             sliding_win_size=self.window,
             kv_layout="NHD",
             sm_count=problem.device.multiprocessors,
         )
+        if v_scale is not None:
+            # With a dimension, so that the product is float32's.
+            torch.mul(out, v_scale.view(1), out=out)
         if self.guard is not None:
             # Afterwards: an empty row is left as it was, or is NaN if many programs shared it.
             self.guard.zero(counts, out)
         return out
+
+    def _q_scale(self, k_scale: Tensor | None) -> float | Tensor:
+        """What the library multiplies logits by; a tensor is read by its kernel.
+
+        The scale that it has for the caches is one for keys and values alike, and is left at 1.
+        """
+        if k_scale is None:
+            return self.q_scale
+        return k_scale if self.q_scale == 1.0 else k_scale * self.q_scale
 
     def _dense(self, query: Tensor) -> Tensor:
         """The query as ``[B,1,Hq,D]``: itself, or a copy if it is a slice of something."""
