@@ -74,15 +74,10 @@ class Launch:
         )
 
     def __call__(self, device_index: int, *tensors: torch.Tensor) -> None:
-        """Launches on the current stream of a CUDA device; in Triton's interpreter, runs.
-
-        Of the tensors the addresses are used; what lies there has the pointers' dtypes.
-        """
+        """Launches on the current stream of a CUDA device; in Triton's interpreter, runs."""
         if self._compiled is None:
             if tensors[0].device.type == "cpu":
-                dtypes = [dtype for dtype, _ in self.pointers.values()]
-                typed = map(_pointer_to, tensors, dtypes)
-                self.kernel[self.grid](*typed, *self._tail, **self.options)
+                self.kernel[self.grid](*tensors, *self._tail, **self.options)
                 return
             self.compile(device_index)
         # The compiled kernel itself: binding sixty arguments by name takes Triton longer than the
@@ -168,13 +163,6 @@ def _scalar_type(value: int | float, specialized: bool) -> tuple[str, bool]:
     if specialized and value == 1:
         return "constexpr", False
     return width, specialized and value % 16 == 0
-
-
-def _pointer_to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of ``dtype`` at the address of ``tensor``, all that the interpreter uses of one."""
-    if tensor.dtype is dtype or tensor.numel() == 0:
-        return tensor
-    return tensor.as_strided((max(dtype.itemsize // tensor.itemsize, 1),), (1,)).view(dtype)
 
 
 class _StandIn:

@@ -676,6 +676,10 @@ class SplitKVPlan:
             counters = self._counters(out.device)
         else:
             partials = counters = out
+        if self.device.interpret:  # a GPU is given addresses, the interpreter tensors with dtypes
+            pointers = self.launch.pointers
+            key = _as(key, pointers["key"][0])
+            value = _as(value, pointers["value"][0])
         index = self.device.index
         self.launch(
             index, query, key, value, out, lengths, mask, sinks, partials, counters,
@@ -691,3 +695,11 @@ class SplitKVPlan:
         if torch.cuda.is_current_stream_capturing():
             return arena.for_captured_call(self.counters)
         return arena.for_stream(driver.active.get_current_stream(self.device.index), self.counters)
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same memory in another dtype, also where an open stride (of size 1) does not divide."""
+    if tensor.dtype is dtype:
+        return tensor
+    stride = [0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride())]
+    return tensor.as_strided(tensor.shape, [*stride[:-1], 1]).view(dtype)

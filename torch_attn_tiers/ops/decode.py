@@ -63,11 +63,11 @@ from csrc_free_ops.facts import (
 )
 from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, is_capturing, known
 from torch_attn_tiers.ops.checks import (
-    require_scale,
     layout,
     require,
     require_dense,
     require_same_device,
+    require_scale,
     require_type,
     shape_of,
 )

@@ -58,11 +58,11 @@ from torch_attn_tiers.dispatch import (
 )
 from torch_attn_tiers.errors import ColdCaptureError
 from torch_attn_tiers.ops.checks import (
-    require_scale,
     layout,
     require,
     require_dense,
     require_same_device,
+    require_scale,
     require_type,
     shape_of,
 )
