@@ -89,14 +89,13 @@ class Shares(NamedTuple):
 class Parts(NamedTuple):
     """The parts of one task, named by program (``BALANCED``) or by split.
 
-    The first lies in ``first_slot``, part p > first in
-    ``(first_slot // slot_step + p - first) * slot_step``.
+    Part p lies in slot ``base + p * STEP``, the first in the one after that if ``odd`` is 1.
     """
 
     first: Any
     last: Any
-    first_slot: Any
-    slot_step: Any
+    base: Any
+    odd: Any
 
 
 @triton.jit
@@ -283,16 +282,22 @@ def _tiles(lo, hi, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _batch_row_of(position, cumulated, n_all, BLOCK_B: tl.constexpr):
+def _add_three(a0, a1, a2, b0, b1, b2):
+    return a0 + b0, a1 + b1, a2 + b2
+
+
+@triton.jit
+def _batch_row_of(position, cumulated, work, n_all, BLOCK_B: tl.constexpr):
     """The batch row that holds a position of the flat list, where it begins, and its length."""
     if BLOCK_B == 1:
         b = position * 0
         return b, b, tl.sum(n_all, 0)
     else:
-        before = cumulated <= position
-        b = tl.sum(before.to(tl.int32), 0)
-        row_start = tl.max(tl.where(before, cumulated, 0), 0)
-        return b, row_start, tl.sum(tl.where(tl.arange(0, BLOCK_B) == b, n_all, 0), 0)
+        start = cumulated - work
+        holds = (start <= position) & (position < cumulated)
+        b = tl.where(holds, tl.arange(0, BLOCK_B), 0)
+        # In one reduction: each is a barrier.
+        return tl.reduce((b, tl.where(holds, start, 0), tl.where(holds, n_all, 0)), 0, _add_three)
 
 
 @triton.jit
@@ -315,6 +320,12 @@ def _share_at(shares, position):
     is_larger = past < 0
     size = tl.where(is_larger, shares.size + 1, tl.maximum(shares.size, 1))
     return tl.where(is_larger, position, past) // size + tl.where(is_larger, 0, shares.more)
+
+
+@triton.jit
+def _pick(pair, i):
+    """One of two values."""
+    return tl.sum(tl.where(tl.arange(0, 2) == i, pair, 0), 0)
 
 
 @triton.jit
@@ -386,67 +397,53 @@ def _store_part(
 
 
 @triton.jit
-def _load_part(partials, slots, parts, part, row_ok, ROWS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """(acc, m, l) of one part; of a part past the last, what adds nothing."""
-    slot = tl.where(
-        part == parts.first,
-        parts.first_slot,
-        (parts.first_slot // parts.slot_step + part - parts.first) * parts.slot_step,
-    )
-    ok = row_ok & (part <= parts.last)
-    at = slot * ROWS + tl.arange(0, ROWS)
-    dv = tl.arange(0, BLOCK_DV)
-    ml = partials + slots * ROWS * BLOCK_DV + at
-    a_ptrs = partials + at[:, None] * BLOCK_DV + dv[None, :]
-    # Past the L1: it may hold what was there before other programs wrote these lines.
-    a_part = tl.load(a_ptrs, mask=ok[:, None], other=0.0, cache_modifier=".cg")
-    m_part = tl.load(ml, mask=ok, other=float("-inf"), cache_modifier=".cg")
-    l_part = tl.load(ml + slots * ROWS, mask=ok, other=-1.0, cache_modifier=".cg")
-    return a_part, m_part, l_part
-
-
-@triton.jit
-def _add_part(l, acc, seen, a_part, m_part, l_part, m_safe, NATURAL: tl.constexpr):
-    """(l, acc, seen) with one part added, relative to the maximum ``m_safe``."""
-    w = _exp(m_part - m_safe, NATURAL)
-    hidden = l_part < 0.0
-    l += tl.where(hidden, 0.0, l_part) * w
-    acc += a_part * w[:, None]
-    return l, acc, seen | tl.where(hidden, 0, 1)
-
-
-@triton.jit
 def _merge_parts(
     partials, slots, parts, output, b, h, row_tile, group, rows_total,
-    BLOCK_M: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    SINGLE_QUERY: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, NATURAL: tl.constexpr,
 ):  # fmt: skip
     """Merges all parts of one task, in their order, and writes its rows.
 
-    A rolled, pipelined loop: unrolled, fetching its instructions takes longer than the merge
-    (measured: 3-10 us).
+    ``UNROLL`` parts are under way at a time. Neither all of them, nor a pipeline: this code is cold,
+    and fetching its instructions takes longer than they do.
     """
-    r = row_tile * BLOCK_M + tl.arange(0, ROWS)
-    row_ok = r < rows_total
+    row = tl.arange(0, ROWS)
+    dv = tl.arange(0, BLOCK_DV)
+    ml = partials + slots * ROWS * BLOCK_DV
     m, l, acc, seen = _empty_rows(ROWS, BLOCK_DV)
-    for part in tl.range(parts.first, parts.last + 1, UNROLL, num_stages=MERGE_STAGES):
-        a0, m0, l0 = _load_part(partials, slots, parts, part, row_ok, ROWS, BLOCK_DV)
-        m_parts = m0
-        if UNROLL == 4:
-            a1, m1, l1 = _load_part(partials, slots, parts, part + 1, row_ok, ROWS, BLOCK_DV)
-            a2, m2, l2 = _load_part(partials, slots, parts, part + 2, row_ok, ROWS, BLOCK_DV)
-            a3, m3, l3 = _load_part(partials, slots, parts, part + 3, row_ok, ROWS, BLOCK_DV)
-            m_parts = tl.maximum(tl.maximum(m0, m1), tl.maximum(m2, m3))
-        m, m_safe, alpha = _new_maximum(m, m_parts, NATURAL)
+    for part in tl.range(parts.first, parts.last + 1, UNROLL, num_stages=1):
+        slot = parts.base + part * STEP
+        a_ptrs = partials + (slot * ROWS + row)[:, None] * BLOCK_DV + dv[None, :]
+        m_ptrs = ml + slot * ROWS + row
+        loaded = ()
+        m_new = m
+        for j in tl.static_range(UNROLL):
+            ahead = j * STEP * ROWS
+            if j == 0:
+                ahead += tl.where(part == parts.first, parts.odd, 0) * ROWS
+            there = part + j <= parts.last
+            # Past the L1: it may hold what was there before other programs wrote these lines.
+            a_part = tl.load(a_ptrs + ahead * BLOCK_DV, mask=there, other=0.0, cache_modifier=".cg")
+            m_part = tl.load(m_ptrs + ahead, mask=there, other=float("-inf"), cache_modifier=".cg")
+            l_ptrs = m_ptrs + slots * ROWS
+            l_part = tl.load(l_ptrs + ahead, mask=there, other=-1.0, cache_modifier=".cg")
+            loaded += ((a_part, m_part, l_part),)
+            m_new = tl.maximum(m_new, m_part)
+        m, m_safe, alpha = _new_maximum(m, m_new, NATURAL)
         l = l * alpha
         acc = acc * alpha[:, None]
-        l, acc, seen = _add_part(l, acc, seen, a0, m0, l0, m_safe, NATURAL)
-        if UNROLL == 4:
-            l, acc, seen = _add_part(l, acc, seen, a1, m1, l1, m_safe, NATURAL)
-            l, acc, seen = _add_part(l, acc, seen, a2, m2, l2, m_safe, NATURAL)
-            l, acc, seen = _add_part(l, acc, seen, a3, m3, l3, m_safe, NATURAL)
-    s_row = r // group
+        for j in tl.static_range(UNROLL):
+            a_part, m_part, l_part = loaded[j]
+            w = _exp(m_part - m_safe, NATURAL)
+            hidden = l_part < 0.0
+            l += tl.where(hidden, 0.0, l_part) * w
+            acc += a_part * w[:, None]
+            seen = seen | tl.where(hidden, 0, 1)
+    r = row_tile * BLOCK_M + tl.arange(0, ROWS)
+    s_row = r * 0 if SINGLE_QUERY else r // group
     head = (h * group + r - s_row * group).to(tl.int64)
+    row_ok = r < rows_total
     _store_rows(output, m, l, acc, seen, b, head, s_row, row_ok, DV, BLOCK_DV, HAS_SINKS, NATURAL)
 
 
@@ -496,8 +493,8 @@ def split_kv_kernel(
     # Schedule.
     BALANCED: tl.constexpr,
     SPLIT_TILES: tl.constexpr,  # tiles of a split at fixed positions; 0 for equal splits
-    # Merge: rows of a part, parts at a time (1 or 4), stages. Without MERGE no task has two parts.
-    MERGE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, MERGE_STAGES: tl.constexpr,
+    # Merge: rows of a part, parts at a time. Without MERGE no task has two parts.
+    MERGE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     # What the problem has.
     SINGLE_QUERY: tl.constexpr, HAS_LENGTHS: tl.constexpr,
     HAS_BOOL_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -546,7 +543,7 @@ def split_kv_kernel(
 
         row_tile = 0
         s_last = q_len - 1
-        b, row_start, n = _batch_row_of(begin, cumulated, n_all, BLOCK_B)
+        b, row_start, n = _batch_row_of(begin, cumulated, work, n_all, BLOCK_B)
         lo, hi = _key_bounds(n, 0, s_last, window, RULES)
         first_tile, tiles = _tiles(lo, hi, BLOCK_N)
         h = (begin - row_start) // tiles
@@ -732,40 +729,38 @@ def split_kv_kernel(
     # ---- What is left: tasks that this program does not finish alone.
     if BALANCED:
         if MERGE:
-            # Each part adds its tiles to the task's counter; who completes the sum came last.
-            first_tiles = tl.minimum(end_first, end) - begin
-            last_tiles = end - tl.maximum(task_end - tiles, begin)
-            parted_first = (begin < end) & (first_tiles < tiles_first)
-            parted_last = (begin < end) & (last_tiles < tiles) & (task_end > end_first)
+            # As pairs, of the two tasks: where they lie, their tiles, this program's, their parts.
+            # All this is done before the barrier, while the parts are on their way.
+            pair = tl.arange(0, 2)
+            b_task = tl.where(pair == 1, b, b_first)
+            h_task = tl.where(pair == 1, h, h_first)
+            task_tiles = tl.where(pair == 1, tiles, tiles_first)
+            task_stop = tl.where(pair == 1, task_end, end_first)
+            task_start = task_stop - task_tiles
+            my_tiles = tl.minimum(task_stop, end) - tl.maximum(task_start, begin)
+            parted = (my_tiles > 0) & (my_tiles < task_tiles)
+            parted = parted & ((pair == 0) | (task_end > end_first))  # there may be one task only
+            counter = counters + b_task * kv_heads + h_task
+            first_part = _share_at(shares, task_start)
+            last_part = _share_at(shares, task_stop - 1)
+            # In its first program the part is the last one (odd slot), unless the share begins
+            # with the task.
+            odd = tl.where(_share_begin(shares, first_part) < task_start, 1, 0)
             # Every thread's parts are written before this program counts as arrived.
             tl.debug_barrier()
-            counter_first = counters + b_first * kv_heads + h_first
-            before_first = tl.atomic_add(
-                counter_first, first_tiles, mask=parted_first, sem="acq_rel", scope="gpu"
-            )
-            counter_last = counters + b * kv_heads + h
-            before_last = tl.atomic_add(
-                counter_last, last_tiles, mask=parted_last, sem="acq_rel", scope="gpu"
-            )
-            merge_first = parted_first & (before_first + first_tiles == tiles_first)
-            merge_last = parted_last & (before_last + last_tiles == tiles)
+            # Each part adds its tiles to the task's counter; who completes the sum came last.
+            before = tl.atomic_add(counter, my_tiles, mask=parted, sem="acq_rel", scope="gpu")
+            complete = (parted & (before + my_tiles == task_tiles)).to(tl.int32)
+            merges = tl.sum(complete << pair, 0)
             # One copy of the code for both: it is cold, and takes longer to fetch than to run.
-            for is_last in range(tl.where(merge_first, 0, 1), tl.where(merge_last, 2, 1)):
-                b_task = tl.where(is_last > 0, b, b_first)
-                h_task = tl.where(is_last > 0, h, h_first)
-                task_stop = tl.where(is_last > 0, task_end, end_first)
-                task_start = task_stop - tl.where(is_last > 0, tiles, tiles_first)
-                first_part = _share_at(shares, task_start)
-                # In its first program the part is the last one (odd slot), unless the share
-                # begins with the task.
-                is_within = _share_begin(shares, first_part) < task_start
-                first_slot = 2 * first_part + tl.where(is_within, 1, 0)
-                parts = Parts(first_part, _share_at(shares, task_stop - 1), first_slot, 2)
+            for i in range(tl.where(merges & 1 != 0, 0, 1), tl.where(merges > 1, 2, 1)):
+                parts = Parts(_pick(first_part, i), _pick(last_part, i), 0, _pick(odd, i))
                 _merge_parts(
-                    partials, slots, parts, output, b_task, h_task, 0, group, rows_total,
-                    BLOCK_M, ROWS, UNROLL, MERGE_STAGES, DV, BLOCK_DV, HAS_SINKS, NATURAL,
+                    partials, slots, parts, output, _pick(b_task, i), _pick(h_task, i), 0,
+                    group, rows_total, 2, BLOCK_M, ROWS, UNROLL, SINGLE_QUERY,
+                    DV, BLOCK_DV, HAS_SINKS, NATURAL,
                 )  # fmt: skip
-                tl.store(counters + b_task * kv_heads + h_task, 0)
+                tl.store(counter, 0, mask=pair == i)
     else:
         if begin < end:
             if not HAS_MASK:
@@ -788,9 +783,9 @@ def split_kv_kernel(
                 tl.debug_barrier()
                 arrived = tl.atomic_add(counters + task, 1, sem="acq_rel", scope="gpu")
                 if arrived == last_part - first_part:
-                    parts = Parts(first_part, last_part, task * splits + first_part, 1)
+                    parts = Parts(first_part, last_part, task * splits, 0)
                     _merge_parts(
                         partials, slots, parts, output, b, h, row_tile, group, rows_total,
-                        BLOCK_M, ROWS, UNROLL, MERGE_STAGES, DV, BLOCK_DV, HAS_SINKS, NATURAL,
+                        1, BLOCK_M, ROWS, UNROLL, SINGLE_QUERY, DV, BLOCK_DV, HAS_SINKS, NATURAL,
                     )  # fmt: skip
                     tl.store(counters + task, 0)

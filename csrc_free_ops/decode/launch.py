@@ -25,7 +25,7 @@ _INT32_MAX = 2**31 - 1
 _SMALL = 8 * 4096  # tasks times keys up to which one program a multiprocessor is enough
 _KEY_ELEMENTS = 8192  # of the keys in a tile of middling size: 16 KiB if they have 16 bits
 _INVARIANT_SPLIT_KEYS = 512  # keys of one split where the batch may not matter
-_MERGE_BYTES = 32768  # of parts in flight while merging
+_MERGE_BYTES = 32768  # of parts that a program holds while merging
 
 
 # ---- Tile shapes
@@ -168,7 +168,7 @@ def shared_memory_bound(
         tiles = config.block_n * max(block_d, block_dv) * cache_itemsize + rows
     # Changes of layout on the way from one matrix unit's result to the next one's operand.
     exchange = min(config.block_m * max(block_dv, config.block_n) * 4, 32768)
-    return max(tiles + exchange, _MERGE_BYTES) + 512
+    return tiles + exchange + 512
 
 
 def _pow2(n: int) -> int:
@@ -460,18 +460,17 @@ class _Merge(NamedTuple):
     """How parts are stored and merged."""
 
     rows: int  # of a part
-    unroll: int  # parts added at a time, 1 or 4
-    stages: int
+    unroll: int  # parts added at a time
 
 
 def _merge(problem: _Problem, config: SplitKVConfig, schedule: _Schedule) -> _Merge:
-    """Four parts at a time if the registers hold them, and a bounded number of bytes in flight."""
+    """As many parts at a time as there may be in a task, and as the registers hold."""
     rows = min(_pow2(problem.rows), config.block_m)
     part_bytes = rows * _block(problem.value.shape[3]) * 4
     # The order of sums may not follow the capacity if batch-invariant, nor may then this choice.
-    many_parts = problem.batch_invariant or schedule.programs >= 8 * schedule.tasks
-    unroll = 4 if many_parts and 4 * part_bytes <= _MERGE_BYTES else 1
-    return _Merge(rows, unroll, stages=1 + min(_MERGE_BYTES // (unroll * part_bytes), 2))
+    parts = 8 if problem.batch_invariant else schedule.programs // max(schedule.tasks, 1)
+    unroll = max(2, min(_pow2(parts), 8, _MERGE_BYTES // part_bytes))
+    return _Merge(rows, unroll)
 
 
 def _pointers(problem: _Problem, schedule: _Schedule) -> dict[str, Pointer]:
@@ -565,7 +564,6 @@ def _constants(
         MERGE=schedule.merges,
         ROWS=merge.rows,
         UNROLL=merge.unroll,
-        MERGE_STAGES=merge.stages,
         SINGLE_QUERY=problem.query.shape[2] == 1,
         HAS_LENGTHS=problem.lengths_dtype is not None,
         HAS_BOOL_MASK=problem.mask is not None and not problem.has_bias,
