@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch_attn_tiers.cli.bench.report import best_sides, floor_ratio, number
+from torch_attn_tiers.cli.bench.report import best_sides, floor_ratio, number, wider_side
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured yet"
@@ -76,6 +76,47 @@ def decode_table(result: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
+def decode_float8_table(result: dict[str, Any]) -> str:
+    """`bench decode --kv-dtype float8_e4m3fn`: ours beside itself over wider caches."""
+    dtype = result["dtype"]
+    header = ["case", "B, Hq/Hkv, D, T", "valid KV", "floor", "ours", "tier", "ours / floor"]
+    header += [f"over {dtype}", "times as fast", "error"]
+    rows = []
+    for row in result["cases"]:
+        ours = next(side for side in row["sides"] if side["peer"] is None)
+        wider = wider_side(row) or {}
+        rows.append(
+            [
+                f"`{row['case']}`",
+                f"{row['batch']}, {row['q_heads']}/{row['kv_heads']}, {row['head_dim']},"
+                f" {row['capacity']}",
+                _bytes(row["valid_bytes"]),
+                number(row["floor_us"], 1),
+                number(row["our_us"], 1),
+                row["our_tier"] or "-",
+                floor_ratio(row),
+                number(wider.get("median_us"), 1),
+                number(row.get("speedup"), 2),
+                number(ours.get("error"), 4),
+            ]
+        )
+    text = [_table(header, rows), ""]
+    text.append(
+        f"Median microseconds of {result['repeats']} interleaved repeats, over {result['kv_dtype']}"
+        f" caches and over the same case in {dtype}. The floor is the time to copy the valid bytes"
+        f" at the measured {result['copy_tb_per_s']:.2f} TB/s; the error is relative to float32"
+        " over the same numbers."
+    )
+    summary = result["summary"]
+    if "speedup" in summary:
+        text.append(
+            f"{summary['speedup']:.2f} times as fast in the geometric mean, at least"
+            f" {summary['least_speedup']:.2f} times."
+        )
+    text.append(_provenance(result))
+    return "\n".join(text)
+
+
 def boundary_table(result: dict[str, Any]) -> str:
     """benchmarks/boundary.py: host microseconds of one call through the operator boundary."""
     rows = [[row["what"], number(row["us"], 2)] for row in result["rows"]]
@@ -95,6 +136,7 @@ def tests_table(result: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_h200": decode_table,
+    "decode_float8_h200": decode_float8_table,
     "boundary_cpu": boundary_table,
     "gpu_tests_h200": tests_table,
 }

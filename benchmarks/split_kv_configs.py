@@ -2,6 +2,7 @@
 
     python benchmarks/split_kv_configs.py --out benchmarks/results/split_kv_configs_h200.json
     python benchmarks/split_kv_configs.py --cases mha_b8_4k --configs 64,4,3,2 128,8,3,1
+    python benchmarks/split_kv_configs.py --kv-dtype float8_e4m3fn
 
 A shape is BLOCK_N, warps, stages, programs a multiprocessor and, if wanted, registers a thread.
 `default_config` in `csrc_free_ops/decode/launch.py` was written from such runs. The kernel alone
@@ -11,6 +12,7 @@ is timed: no operator, no choice of tiers. Kernels compile in parallel before an
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -32,6 +34,11 @@ NARROW = [
     "64,4,3,1", "64,4,4,1", "64,4,3,2", "64,4,2,3", "64,4,2,3,168", "64,4,2,4,128",
     "128,4,3,1", "128,8,3,1", "128,8,4,1",
 ]  # fmt: skip
+FLOAT8 = [
+    "64,4,3,2", "64,4,2,3,168", "128,4,3,1", "128,4,3,2", "128,4,2,3,168", "128,4,3,3,168",
+    "128,8,3,1", "128,8,2,2,128", "256,8,2,1", "256,8,3,1",
+]  # fmt: skip
+FLOAT8_WIDE = ["64,4,3,2", "64,8,2,2,128", "128,8,2,2,128", "128,8,2,1", "128,8,3,1", "64,8,3,1"]
 WIDE = ["32,4,3,2", "32,4,4,1", "64,4,2,2", "64,8,2,2,128", "64,8,3,1", "64,4,3,1"]
 
 
@@ -39,6 +46,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default=",".join(CASES), help="names, comma-separated")
     parser.add_argument("--configs", nargs="*", help="shapes; default: a list by head size")
+    parser.add_argument(
+        "--kv-dtype",
+        choices=("bfloat16", "float8_e4m3fn"),
+        default="bfloat16",
+        help="of the caches",
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
@@ -46,10 +59,15 @@ def main() -> None:
     if device.type != "cuda":
         raise SystemExit("needs a GPU")
 
-    work = {name: options.configs or shapes_for(CASES[name]) for name in options.cases.split(",")}
+    kv_dtype = getattr(torch, options.kv_dtype)
+    work = {
+        name: options.configs or shapes_for(CASES[name], kv_dtype)
+        for name in options.cases.split(",")
+    }
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         jobs = [(name, shape) for name, shapes in work.items() for shape in shapes]
-        failed = {job: error for job, error in zip(jobs, pool.map(build, jobs)) if error}
+        built = pool.map(functools.partial(build, kv_dtype=kv_dtype), jobs)
+        failed = {job: error for job, error in zip(jobs, built) if error}
     for (name, shape), error in failed.items():
         print(f"{name} {shape}: {error}")
 
@@ -60,60 +78,65 @@ def main() -> None:
         "commit": environment.commit(),
         "device": environment.device_report(device),
         "versions": environment.versions(),
+        "kv_dtype": options.kv_dtype,
         "rows": [],
     }
     for name, shapes in work.items():
         good = [shape for shape in shapes if (name, shape) not in failed]
-        result["rows"] += measure(CASES[name], good, device, options.repeats)
+        result["rows"] += measure(CASES[name], good, device, options.repeats, kv_dtype)
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def shapes_for(case: Case) -> list[str]:
+def shapes_for(case: Case, kv_dtype: torch.dtype) -> list[str]:
+    if kv_dtype == torch.float8_e4m3fn and case.head_dim > 64:
+        return FLOAT8 if case.head_dim <= 128 else FLOAT8_WIDE
     if case.head_dim > 128:
         return WIDE
     return ["128,4,2,1", "128,8,2,1", "64,4,2,1"] if case.head_dim <= 64 else NARROW
 
 
-def plan_for(case: Case, shape: str) -> SplitKVPlan:
+def plan_for(case: Case, shape: str, kv_dtype: torch.dtype) -> SplitKVPlan:
     device = device_facts(environment.default_device())
     query = contiguous_facts((case.batch, case.q_heads, 1, case.head_dim), torch.bfloat16)
-    cache = contiguous_facts(
-        (case.batch, case.kv_heads, case.capacity, case.head_dim), torch.bfloat16
-    )
+    cache = contiguous_facts((case.batch, case.kv_heads, case.capacity, case.head_dim), kv_dtype)
+    scale: tuple[int, ...] | None = () if kv_dtype != torch.bfloat16 else None
     return plan_split_kv(
         query,
         cache,
         cache,
         device,
         lengths_dtype=torch.int32,
+        k_scale=scale,
+        v_scale=scale,
         scale=case.scale,
         config=SplitKVConfig(16, *map(int, shape.split(","))),
     )
 
 
-def build(job: tuple[str, str]) -> str | None:
+def build(job: tuple[str, str], kv_dtype: torch.dtype) -> str | None:
     """Compiles one kernel into Triton's cache; returns what went wrong."""
     name, shape = job
     try:
-        plan_for(CASES[name], shape).compile()
+        plan_for(CASES[name], shape, kv_dtype).compile()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
 
 
 def measure(
-    case: Case, shapes: list[str], device: torch.device, repeats: int
+    case: Case, shapes: list[str], device: torch.device, repeats: int, kv_dtype: torch.dtype
 ) -> list[dict[str, Any]]:
     """One row a shape, all repeats interleaved; a wrong result is reported with its error."""
     clock = clock_for(device)
-    inputs = Inputs(case, torch.bfloat16, device, clock.l2_bytes)
+    inputs = Inputs(case, torch.bfloat16, device, clock.l2_bytes, kv_dtype)
     out = torch.empty_like(inputs.query[0])
     recordings = []
     for shape in shapes:
-        run = plan_for(case, shape).run
+        run = plan_for(case, shape, kv_dtype).run
+        rest = (inputs.lengths, None, None, out, *inputs.scales)
         calls = [
-            lambda q=q, k=k, v=v, run=run: run(q, k, v, inputs.lengths, None, None, out)
+            lambda q=q, k=k, v=v, run=run, rest=rest: run(q, k, v, *rest)
             for q, (k, v) in zip(inputs.query, inputs.pairs)
         ]
         recordings.append(clock.record(calls))

@@ -17,6 +17,7 @@ from torch_attn_tiers.cli.bench.clock import Call, Clock, Recording, WallClock
 from torch_attn_tiers.cli.bench.sides import Side, bind_all
 
 CPU = torch.device("cpu")
+FLOAT8 = torch.float8_e4m3fn
 SMALL = Case("small", 2, 4, 2, 16, 64, "mixed")
 FULL = Case("full", 1, 2, 2, 8, 32, "full")
 
@@ -257,6 +258,37 @@ def test_wall_clock_measures_our_operator() -> None:
     assert ours["right"] and forced["right"], (ours, forced)
     assert ours["side"] == "ours" and forced["tier"] == "unfused"
     assert ours["median_us"] > 0 and result["cases"][0]["floor_ratio"] > 0
+
+
+def test_float8_caches_are_measured_beside_wider_ones(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = ScriptedClock([2.0, 2.0], [9.0, 9.0], [3.0, 3.0])
+    result = decode.bench(
+        [FULL], clock, CPU, tiers=["unfused", "auto"], dtype=torch.float16, kv_dtype=FLOAT8,
+        repeats=2,
+    )  # fmt: skip
+    row = result["cases"][0]
+    sides = [(side["side"], side.get("caches"), side["right"]) for side in row["sides"]]
+    assert sides == [
+        ("ours:unfused", None, True), ("ours", None, True), ("float16 caches", "float16", True),
+    ]  # fmt: skip
+    assert row["sides"][2]["tier"] == "unfused"
+    assert row["our_us"] == 2.0 and row["speedup"] == 1.5
+    assert row["valid_bytes"] == 2 * 32 * 2 * 8
+    assert result["summary"]["speedup"] == result["summary"]["least_speedup"] == 1.5
+    report.print_report(result)
+    printed = capsys.readouterr().out
+    assert "decode, float16 over float8_e4m3fn, on" in printed
+    assert "over float16 caches: 1.50 times as fast" in printed
+
+
+def test_float8_inputs_stand_for_normal_numbers() -> None:
+    inputs = Inputs(Case("c", 2, 4, 2, 32, 256, "full"), torch.float16, CPU, 0, FLOAT8)
+    for cache, scale in zip((inputs.key[0], inputs.value[0]), inputs.scales, strict=True):
+        assert cache.dtype is FLOAT8 and scale is not None
+        numbers = cache.float() * scale
+        assert abs(numbers.std().item() - 1) < 0.05 and cache.float().abs().max() < 448
 
 
 def test_unknown_names_are_refused() -> None:

@@ -37,6 +37,8 @@ def test_explain_prints_every_tier(capsys: pytest.CaptureFixture[str]) -> None:
         ["--lengths", "none", "--layout", "nhd", "--left-window", "100"],
         ["--lengths", "int64", "--value-head-dim", "64", "--query-length", "4"],
         ["--batch-invariant", "--scale", "0.5"],
+        ["--kv-dtype", "float8_e4m3fn", "--scales", "per-head", "--layout", "nhd"],
+        ["--kv-dtype", "float8_e4m3fn", "--scales", "one", "--dtype", "bfloat16"],
     ],
 )
 def test_explain_takes_the_operators_arguments(
@@ -56,6 +58,17 @@ def test_explain_asks_about_a_gpu_that_is_not_here(capsys: pytest.CaptureFixture
 def test_explain_reports_an_illegal_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "--device", "cpu", "--q-heads", "7", "--kv-heads", "2"]) == 2
     assert "7" in capsys.readouterr().err
+
+
+def test_explain_describes_float8_caches(capsys: pytest.CaptureFixture[str]) -> None:
+    float8 = ["explain", "--device", "sm_90", "--kv-dtype", "float8_e4m3fn"]
+    assert main([*float8, "--scales", "per-head"]) == 0
+    printed = capsys.readouterr().out
+    assert "bfloat16 " in printed and "caches=float8_e4m3fn k_scale=per head" in printed
+    assert "-> flash" in printed
+    assert main(["explain", "--device", "sm_90", "--scales", "one"]) == 2
+    assert "k_scale is given and key is bfloat16" in capsys.readouterr().err
+    assert main([*float8, "--dtype", "float32"]) == 2
 
 
 def test_bench_writes_json(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +109,7 @@ def test_cudnn_version_in_words() -> None:
         (["--tiers", "auto,fast"], "--tiers: 'fast' is none of auto, "),
         (["--repeats", "0"], "--repeats 0: it must be at least 1"),
         (["--cases", "huge"], "--cases: 'huge' is none of"),
+        (["--kv-dtype", "float8_e4m3fn", "--peers", "flex"], "leave --peers out"),
     ],
 )
 def test_bench_refuses_what_it_cannot_measure(options: list[str], words: str) -> None:

@@ -102,26 +102,33 @@ def _tuple(result: Any) -> tuple[torch.Tensor, ...]:
 # -------------------------------------------------------------------------------- fake kernels
 
 
+def cast(name: str, args: Any, dtype: torch.dtype) -> tuple[Any, ...]:
+    """The arguments with floating point in ``dtype``, but for calls over float8 caches."""
+    if name.startswith("float8"):
+        return tuple(args)
+    return tuple(a.to(dtype) if a is not None and a.is_floating_point() else a for a in args)
+
+
+def checks_of(name: str) -> tuple[str, ...]:
+    """What opcheck is to check: it compares arguments for the schema, and cannot in float8."""
+    left_out = "test_schema" if name.startswith("float8") else ""
+    return tuple(one for one in DEFAULT_TEST_UTILS if one != left_out)
+
+
 @with_calls
 def test_opcheck(name: str) -> None:
     overload, args, scalars = CALLS[name]
-    checks = DEFAULT_TEST_UTILS
-    if name.startswith("float8"):  # opcheck compares arguments, which PyTorch cannot in float8
-        checks = tuple(one for one in checks if one != "test_schema")
-    opcheck(getattr(decode, overload), args, scalars, test_utils=checks)
+    opcheck(getattr(decode, overload), args, scalars, test_utils=checks_of(name))
 
 
 @with_calls
 def test_fake_kernel_has_the_real_shapes_strides_and_dtypes(name: str) -> None:
     overload, args, scalars = CALLS[name]
     for dtype in (torch.float32, torch.float16):
-        if name.startswith("float8"):
-            cast = list(args)
-        else:
-            cast = [a.to(dtype) if a is not None and a.is_floating_point() else a for a in args]
-        real = _tuple(getattr(decode, overload)(*cast, **scalars))
+        given = cast(name, args, dtype)
+        real = _tuple(getattr(decode, overload)(*given, **scalars))
         with FakeTensorMode() as mode:
-            faked = [a if a is None else mode.from_tensor(a) for a in cast]
+            faked = [a if a is None else mode.from_tensor(a) for a in given]
             fake = _tuple(getattr(decode, overload)(*faked, **scalars))
         for got, expected in zip(real, fake, strict=True):
             assert got.shape == expected.shape

@@ -9,9 +9,9 @@ import torch
 import torch._dynamo
 from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
-from torch.testing._internal.optests.generate_tests import DEFAULT_TEST_UTILS
 
 import torch_attn_tiers
+from tests.test_ops_decode import checks_of
 from torch_attn_tiers import ColdCaptureError, DeviceFacts
 from torch_attn_tiers.ops import tensor_scatter as module
 
@@ -57,8 +57,7 @@ def _float8_caches() -> tuple[torch.Tensor, ...]:
 
 
 def test_opcheck_of_float8_caches() -> None:
-    # Without the check that compares arguments, which PyTorch cannot in float8.
-    checks = tuple(one for one in DEFAULT_TEST_UTILS if one != "test_schema")
+    checks = checks_of("float8")
     scales = torch.tensor(0.5), torch.tensor([0.5, 2.0])
     args = (*_float8_caches(), *_updates(), INDICES, *scales)
     opcheck(kv_scatter_.default, args, test_utils=checks)

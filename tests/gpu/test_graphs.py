@@ -188,6 +188,45 @@ def test_cache_writes_are_captured_when_they_are_prepared(name: str, maker: Make
     assert all(same_bits(a, b) for a, b in zip(caches, expected, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_step_over_float8_caches_follows_scales_that_change(
+    dtype: torch.dtype, maker: MakeMaker
+) -> None:
+    m = maker(dtype)
+    ops = torch.ops.attn_tiers
+    caches = [m.float8(4, 2, m.T, 128) for _ in range(2)]
+    shadow = [cache.clone() for cache in caches]
+    query, key, value = m.normal(4, 8, 1, 128), m.normal(4, 2, 1, 128), m.normal(4, 2, 1, 128)
+    lengths, scales = m.lengths([0] * 4), (m.scales(1.0, 1.0), m.scales(1.0))
+
+    def step() -> torch.Tensor:
+        ops.kv_scatter_(*caches, key, value, lengths, *scales)
+        return ops.decode(query, *caches, lengths + 1, None, None, *scales, tier="flash")
+
+    step()
+    graph, y = capture(step)
+    for cache, before in zip(caches, shadow, strict=True):
+        cache.copy_(before)
+    for values, k_numbers, v_number in (
+        ([0, 5, 600, -1], (0.02, 0.1), 0.03),
+        ([1, 6, 601, 0], (3.0, 0.5), 9.0),
+    ):
+        lengths.copy_(m.lengths(values))
+        scales[0].copy_(m.scales(*k_numbers))
+        scales[1].copy_(m.scales(v_number))
+        for tensor in (query, key, value):
+            tensor.copy_(m.normal(*tensor.shape))
+        shadow = [
+            oracle.tensor_scatter(cache, oracle.quantised(update, scale, 1), lengths)
+            for cache, update, scale in zip(shadow, (key, value), scales, strict=True)
+        ]
+        y.fill_(math.nan)
+        graph.replay()
+        assert all(same_bits(c, s) for c, s in zip(caches, shadow, strict=True))
+        given = dict(nonpad_kv_seqlen=lengths + 1, k_scale=scales[0], v_scale=scales[1])
+        assert_close(y, oracle.decode(query, *shadow, **given).y, tier="flash")
+
+
 # ------------------------------------------------------------------------------- side by side
 
 

@@ -27,7 +27,7 @@ def storage() -> Iterator[torch.Tensor]:
 def _views(storage: torch.Tensor, m: Maker, which: str) -> dict[str, torch.Tensor]:
     """Key and value [2, 2, T, D] whose last batch, head or position lies beyond 2^31 elements."""
     T, D = 900, 128
-    call = m.qkv(B=2, T=T, D=D)
+    call = m.qkv(B=2, T=T, D=D, cache_dtype=storage.dtype)
     strides = {
         "batch": (BEYOND, T * D, D, 1),
         "head": (T * D, BEYOND, D, 1),
@@ -52,6 +52,24 @@ def test_offsets_beyond_32_bits(
     call = Call({**tensors, "nonpad_kv_seqlen": m.lengths([899, 900])})
     require(call, tier, must_run - {"mea"})
     call.check(tier)
+
+
+@pytest.mark.parametrize("which", ["batch", "head", "position"])
+def test_float8_offsets_beyond_32_bits(which: str, storage: torch.Tensor, maker: MakeMaker) -> None:
+    m = maker(torch.bfloat16)
+    tensors = _views(storage.view(torch.float8_e4m3fn), m, which)
+    scales = {"k_scale": m.scales(0.5, 2.0), "v_scale": m.scales(3.0, 0.1)}
+    call = Call({**tensors, **scales, "nonpad_kv_seqlen": m.lengths([899, 900])})
+    require(call, "flash")
+    call.check("flash")
+    updates = [m.normal(2, 2, 3, 128) for _ in range(2)]
+    indices, caches = m.integers([0, 897]), (tensors["key"], tensors["value"])
+    expected = [
+        oracle.tensor_scatter(cache, oracle.quantised(update, scale, 1), indices)
+        for cache, update, scale in zip(caches, updates, scales.values(), strict=True)
+    ]
+    torch.ops.attn_tiers.kv_scatter_(*caches, *updates, indices, *scales.values())
+    assert all(same_bits(c, e) for c, e in zip(caches, expected, strict=True))
 
 
 def test_mask_offsets_beyond_32_bits(storage: torch.Tensor, maker: MakeMaker) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from tests.test_ops_decode import CALLS
+from tests.test_ops_decode import CALLS, cast, checks_of
 from tests.test_ops_tensor_scatter import INDICES, SCATTERS, _caches, _updates
 
 
@@ -25,11 +25,9 @@ def _there(value: Any) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_opcheck_decode(name: str, dtype: torch.dtype) -> None:
     overload, args, scalars = CALLS[name]
-    there = [_there(arg) for arg in args]
-    cast = [
-        t.to(dtype) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in there
-    ]
-    opcheck(getattr(torch.ops.attn_tiers.decode, overload), tuple(cast), scalars)
+    given = cast(name, [_there(arg) for arg in args], dtype)
+    operator = getattr(torch.ops.attn_tiers.decode, overload)
+    opcheck(operator, given, scalars, test_utils=checks_of(name))
 
 
 @pytest.mark.parametrize("name", SCATTERS)

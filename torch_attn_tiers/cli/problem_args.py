@@ -27,6 +27,9 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
     shapes.add_argument("--capacity", type=int, default=4096, help="T, the length of the cache")
     shapes.add_argument("--dtype", choices=sorted(DTYPES), default=None)
     shapes.add_argument(
+        "--kv-dtype", choices=("float8_e4m3fn",), default=None, help="of the cache, default --dtype"
+    )
+    shapes.add_argument(
         "--layout",
         choices=("hnd", "nhd"),
         default="hnd",
@@ -46,6 +49,12 @@ def add_problem_options(parser: argparse.ArgumentParser) -> None:
         help="an attn_mask of [B,1,Sq,T]",
     )
     values.add_argument("--sinks", action="store_true")
+    values.add_argument(
+        "--scales",
+        choices=("none", "one", "per-head"),
+        default="none",
+        help="k_scale and v_scale of a float8 cache",
+    )
     values.add_argument("--causal", action="store_true")
     values.add_argument("--scale", type=float, default=None)
     values.add_argument("--softcap", type=float, default=0.0)
@@ -59,21 +68,24 @@ def decode_call(
 ) -> tuple[list[torch.Tensor | None], dict[str, Any]]:
     """Returns `decode`'s positional meta tensors and its keyword scalars."""
     default = "float32" if device_type == "cpu" else "bfloat16"
+    if args.kv_dtype and device_type == "cpu":
+        default = "float16"
     dtype = DTYPES[args.dtype or default]
+    kv_dtype = torch.float8_e4m3fn if args.kv_dtype else dtype
     query_length, capacity = args.query_length, args.capacity
     value_dim = args.head_dim if args.value_head_dim is None else args.value_head_dim
 
     def cache(head_dim: int) -> torch.Tensor:
         shape = (args.batch, args.kv_heads, capacity, head_dim)
         if args.layout == "hnd":
-            return torch.empty(shape, dtype=dtype, device="meta")
+            return torch.empty(shape, dtype=kv_dtype, device="meta")
         transposed = (args.batch, capacity, args.kv_heads, head_dim)
-        return torch.empty(transposed, dtype=dtype, device="meta").transpose(1, 2)
+        return torch.empty(transposed, dtype=kv_dtype, device="meta").transpose(1, 2)
 
     query = torch.empty(
         (args.batch, args.q_heads, query_length, args.head_dim), dtype=dtype, device="meta"
     )
-    lengths = mask = sinks = None
+    lengths = mask = sinks = scale = None
     if args.lengths != "none":
         lengths_dtype = torch.int32 if args.lengths == "int32" else torch.int64
         lengths = torch.empty((args.batch,), dtype=lengths_dtype, device="meta")
@@ -83,6 +95,9 @@ def decode_call(
         mask = torch.empty(mask_shape, dtype=mask_dtype, device="meta")
     if args.sinks:
         sinks = torch.empty((args.q_heads,), dtype=torch.float32, device="meta")
+    if args.scales != "none":
+        shape = () if args.scales == "one" else (args.kv_heads,)
+        scale = torch.empty(shape, dtype=torch.float32, device="meta")
     scalars = {
         "is_causal": args.causal,
         "scale": args.scale,
@@ -91,4 +106,5 @@ def decode_call(
         "right_window_size": args.right_window,
         "batch_invariant": args.batch_invariant,
     }
-    return [query, cache(args.head_dim), cache(value_dim), lengths, mask, sinks], scalars
+    caches = (cache(args.head_dim), cache(value_dim))
+    return [query, *caches, lengths, mask, sinks, scale, scale], scalars

@@ -70,16 +70,34 @@ _SMALL_SETS = 8
 _MOST_SETS = 64
 
 
+# Of float8 caches: standard normal numbers then reach some 300 of 448.
+_K_SCALE, _V_SCALE = 1 / 64, 1 / 48
+
+
 class Inputs:
     """Several sets of q, K and V for one case: together more valid bytes than 4 times the L2.
 
     `query [B,Hq,1,D]`, `key` and `value [B,Hkv,T,D]`, contiguous, standard normal; one entry a set.
+    Caches in float8_e4m3fn (`kv_dtype`) are those numbers divided by the one in `scales`.
     """
 
-    def __init__(self, case: Case, dtype: torch.dtype, device: torch.device, l2_bytes: int) -> None:
+    def __init__(
+        self,
+        case: Case,
+        dtype: torch.dtype,
+        device: torch.device,
+        l2_bytes: int,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.case = case
         self.dtype = dtype
+        self.kv_dtype = kv_dtype or dtype
         self.device = device
+        #: k_scale and v_scale, `[]`; None over caches in the query's dtype.
+        self.scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        if self.kv_dtype is not dtype:
+            k_scale, v_scale = torch.tensor([_K_SCALE, _V_SCALE], device=device).unbind()
+            self.scales = (k_scale, v_scale)
         self.lengths = case.make_lengths(device)
         self.host_lengths: list[int] = self.lengths.tolist()
         self.sets = self._number_of_sets(l2_bytes)
@@ -91,10 +109,14 @@ class Inputs:
                 for _ in range(self.sets)
             ]
 
-        cache = (case.batch, case.kv_heads, case.capacity, case.head_dim)
+        def caches(scale: torch.Tensor | None) -> list[torch.Tensor]:
+            numbers = normal(case.batch, case.kv_heads, case.capacity, case.head_dim)
+            if scale is None:
+                return numbers
+            return [x.div_(scale).to(self.kv_dtype) for x in numbers]
+
         self.query = normal(case.batch, case.q_heads, 1, case.head_dim)
-        self.key = normal(*cache)
-        self.value = normal(*cache)
+        self.key, self.value = map(caches, self.scales)
 
     def _number_of_sets(self, l2_bytes: int) -> int:
         if self.valid_bytes < _SMALL_BYTES:
@@ -104,7 +126,7 @@ class Inputs:
     @property
     def valid_bytes(self) -> int:
         """Bytes of K and V below the lengths, in one set."""
-        row = self.case.kv_heads * self.case.head_dim * self.dtype.itemsize
+        row = self.case.kv_heads * self.case.head_dim * self.kv_dtype.itemsize
         return 2 * sum(self.host_lengths) * row
 
     @property
@@ -137,10 +159,11 @@ class Inputs:
     @functools.cached_property
     def reference(self) -> torch.Tensor:
         """The last set's output in float32, [B,Hq,1,D]."""
-        last = self.sets - 1
-        return reference(
-            self.query[last], self.key[last], self.value[last], self.host_lengths, self.case.scale
-        )
+        query, key, value = self.query[-1], self.key[-1], self.value[-1]
+        k_scale, v_scale = self.scales
+        if k_scale is not None and v_scale is not None:
+            key, value = key.float() * k_scale, value.float() * v_scale
+        return reference(query, key, value, self.host_lengths, self.case.scale)
 
 
 def reference(

@@ -54,6 +54,12 @@ def add_parser(commands: Any) -> None:
         help="our caches: [B,Hkv,T,D], or views of [B,T,Hkv,D]",
     )
     parser.add_argument(
+        "--kv-dtype",
+        choices=("float8_e4m3fn",),
+        default=None,
+        help="of our caches, with scales, beside the same case over bfloat16 caches; no peers",
+    )
+    parser.add_argument(
         "--repeats", type=int, default=None, help=f"of every side, in turns; default {_REPEATS}"
     )
     parser.add_argument(
@@ -73,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     cases = [CASES[name] for name in names(args.cases, CASES, "--cases", _default_cases(args))]
     peers = names(args.peers or None, peer_module.PEERS, "--peers", ())
+    if args.kv_dtype and peers:
+        raise SystemExit(f"--kv-dtype {args.kv_dtype}: peers read other caches, leave --peers out")
     repeats = args.repeats
     if repeats is None:
         repeats = _QUICK_REPEATS if args.quick else _REPEATS
@@ -89,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
         repeats=repeats,
         host_times=not args.quick,
         out=args.out,
+        kv_dtype=torch.float8_e4m3fn if args.kv_dtype else None,
     )
     print_report(result)
     ours = [side for case in result["cases"] for side in case["sides"] if side["peer"] is None]
@@ -111,8 +120,13 @@ def bench(
     host_times: bool = True,
     out: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Runs the cases and returns what `--out` writes."""
+    """Runs the cases and returns what `--out` writes.
+
+    With `kv_dtype` our caches have it, and a last side of each case is the first over caches in
+    `dtype`.
+    """
     started = time.perf_counter()
     result: dict[str, Any] = {
         "what": "bench decode",
@@ -122,6 +136,7 @@ def bench(
         "device": environment.device_report(device),
         "versions": environment.versions(),
         "dtype": str(dtype).removeprefix("torch."),
+        "kv_dtype": str(kv_dtype or dtype).removeprefix("torch."),
         "clock": clock.name,
         "repeats": repeats,
         "peers": list(peers),
@@ -139,12 +154,14 @@ def bench(
         result["copy_tb_per_s"] = round(rate / 1e12, 4)
         for case in cases:
             since = time.perf_counter()
-            row = _run_case(case, clock, device, peers, tiers, layout, repeats, host_times, dtype)
+            inputs = Inputs(case, dtype, device, clock.l2_bytes, kv_dtype)
+            row = _run_case(inputs, clock, peers, tiers, layout, repeats, host_times)
             row["seconds"] = round(time.perf_counter() - since, 1)
             judge_case(row, rate)
             result["cases"].append(row)
             say(_one_line(row))
             write(result, out)
+            del inputs
             free(device)
     result["summary"] = summarize(result["cases"])
     result["seconds"] = round(time.perf_counter() - started, 1)
@@ -154,40 +171,47 @@ def bench(
 
 
 def _run_case(
-    case: Case,
+    inputs: Inputs,
     clock: Clock,
-    device: torch.device,
     peers: Sequence[str],
     tiers: Sequence[str],
     layout: str,
     repeats: int,
     host_times: bool,
-    dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Builds, records, times in turns and checks every side of one case."""
-    inputs = Inputs(case, dtype, device, clock.l2_bytes)
+    case = inputs.case
     rows: list[dict[str, Any]] = []
     gaps: dict[str, str] = {}
-    recorded: list[tuple[Side, Recording, dict[str, Any]]] = []
+    recorded: list[tuple[Side, Inputs, Recording, dict[str, Any]]] = []
 
-    def add(side: Side) -> None:
+    def add(side: Side, inputs: Inputs = inputs) -> None:
         row = {"side": side.name, "peer": side.peer, "us": [], "right": False, **side.notes}
         try:
             recording = clock.record(side.calls, side.context)
         except Exception as error:
             row["failure"] = in_words(error)
         else:
-            recorded.append((side, recording, row))
+            recorded.append((side, inputs, recording, row))
         rows.append(row)
 
-    for tier in tiers:
+    def add_ours(name: str, tier: str, inputs: Inputs, **notes: str) -> None:
         try:
-            add(our_side(inputs, tier, layout))
+            side = our_side(inputs, tier, layout)
         except Exception as error:
-            name = "ours" if tier == "auto" else f"ours:{tier}"
-            rows.append(
-                {"side": name, "peer": None, "us": [], "right": False, "failure": in_words(error)}
-            )
+            failed = {"us": [], "right": False, "failure": in_words(error)}
+            rows.append({"side": name, "peer": None, **failed, **notes})
+        else:
+            side.name = name
+            side.notes.update(notes)
+            add(side, inputs)
+
+    for tier in tiers:
+        add_ours("ours" if tier == "auto" else f"ours:{tier}", tier, inputs)
+    if inputs.kv_dtype is not inputs.dtype:
+        wider = Inputs(case, inputs.dtype, inputs.device, clock.l2_bytes)
+        caches = str(inputs.dtype).removeprefix("torch.")
+        add_ours(f"{caches} caches", tiers[0], wider, caches=caches)
     for name in peers:
         peer = peer_module.PEERS[name]
         if name not in peer_module.listed(case):
@@ -203,10 +227,10 @@ def _run_case(
             gaps[name] = in_words(error)
 
     for _ in range(repeats):
-        for _side, recording, row in recorded:
+        for _side, _inputs, recording, row in recorded:
             row["us"].append(round(recording.measure(), 3))
-    for side, recording, row in recorded:
-        _check(side, recording, row, inputs)
+    for side, its_inputs, recording, row in recorded:
+        _check(side, recording, row, its_inputs)
         if host_times and row["right"]:
             with contextlib.suppress(Exception):
                 row["host_us"] = round(clock.host_us(side.calls[0], side.context), 1)

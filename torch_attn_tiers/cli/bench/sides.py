@@ -47,11 +47,14 @@ def our_side(inputs: Inputs, tier: str, layout: str) -> Side:
         value = [v.transpose(1, 2) for v in inputs.value_nhd]
     decode = torch.ops.attn_tiers.decode.default
     forced: dict[str, Any] = {} if tier == "auto" else {"tier": tier}
+    rest: tuple[torch.Tensor | None, ...] = (inputs.lengths,)
+    if inputs.kv_dtype is not inputs.dtype:
+        rest = (inputs.lengths, None, None, *inputs.scales)
 
     def call(i: int) -> torch.Tensor:
-        return decode(inputs.query[i], key[i], value[i], inputs.lengths, **forced)
+        return decode(inputs.query[i], key[i], value[i], *rest, **forced)
 
-    tensors = (inputs.query[0], key[0], value[0], inputs.lengths)
+    tensors = (inputs.query[0], key[0], value[0], *rest)
     torch_attn_tiers.prepare("decode", *tensors, **forced)  # tiers of a slow build wait for it
     with torch_attn_tiers.record_dispatch() as records:
         call(0)
