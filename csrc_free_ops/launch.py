@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ class Pointer(NamedTuple):
 
 
 _COMPILED: dict[Any, Any] = {}  # (device index, specialization) -> Triton's compiled kernel
-_COMPILE_LOCK = threading.Lock()
+_COMPILE_LOCKS: dict[Any, threading.Lock] = {}  # of each kernel: different ones may compile at once
 _TRITON_TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
     torch.uint8: "u8", torch.uint16: "u16",
@@ -92,7 +93,7 @@ class Launch:
     def compile(self, device_index: int) -> None:
         """Compiles and loads the kernel on a CUDA device, unless that is done."""
         key = (device_index, self.specialization)
-        with _COMPILE_LOCK:
+        with _COMPILE_LOCKS.setdefault(self.kernel, threading.Lock()):
             compiled = _COMPILED.get(key)
             if compiled is None:
                 with torch.cuda.device(device_index):
@@ -132,6 +133,19 @@ class Launch:
             options = {n: options[n] for n in ("num_warps", "num_stages") if n in options}
         source = triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=target, options=options)
+
+
+def compile_together(launches: Sequence[Launch], device_index: int) -> None:
+    """Compiles and loads launches, those that are missing at the same time.
+
+    The compiler spends its time outside of Python: threads wait for the slowest of them only.
+    """
+    missing = [launch for launch in launches if not launch.is_compiled(device_index)]
+    if len(missing) > 1:
+        with ThreadPoolExecutor(len(missing), "attn_tiers-compile") as pool:
+            list(pool.map(lambda launch: launch.compile(device_index), missing))  # raises errors
+    for launch in launches:
+        launch.compile(device_index)
 
 
 class LaunchPlan:

@@ -14,7 +14,7 @@ from csrc_free_ops.facts import DeviceFacts, TensorFacts
 from csrc_free_ops.gdn.chunk_map import chunk_map_kernel
 from csrc_free_ops.gdn.prepare import prepare_kernel
 from csrc_free_ops.gdn.scan import scan_kernel
-from csrc_free_ops.launch import Launch
+from csrc_free_ops.launch import Launch, compile_together
 
 C = 64  # tokens of a chunk
 _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
@@ -166,9 +166,7 @@ def plan_gdn(
             NK=-(-K // config.prepare_bk), BLOCK_V=_pow2(V),
             SOLVE_PRECISION=solve_precision, EXACT=exact,
         ),
-        options=dict(
-            num_warps=config.prepare_warps, num_stages=1, maxnreg=config.prepare_registers
-        ),
+        options=_options(config.prepare_warps, 1, config.prepare_registers),
     )  # fmt: skip
     state = initial_state
     s_strides = (0, 0, 0, 0) if state is None else state.stride
@@ -190,10 +188,7 @@ def plan_gdn(
             HAS_STATE=state is not None, HAS_FINAL=output_final_state,
             H_LAYOUT=_H_LAYOUTS[h_layout],
         ),
-        options=dict(
-            num_warps=config.scan_warps, num_stages=config.scan_stages,
-            maxnreg=config.scan_registers,
-        ),
+        options=_options(config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip
     return GdnPlan(
         device,
@@ -247,8 +242,7 @@ class GdnPlan:
     def compile(self) -> None:
         """Compiles and loads the kernels; launches nothing. Not for use inside a capture."""
         if not self.device.interpret:
-            for launch in self.launches:
-                launch.compile(self.device.index)
+            compile_together(self.launches, self.device.index)
 
     def run(
         self,
@@ -293,13 +287,12 @@ class GdnPlan:
         """The launches of a run in their order, each with its tensors; there is a sequence."""
         # Scratch of the stream's allocator: another stream or graph has other scratch. An argument
         # that a kernel does not use is stood in for by one that it has.
-        absent = out.new_empty(0, dtype=torch.int32)
         starts = out.new_empty(self.sequences + 1, dtype=torch.int32)
         weights = out.new_empty(self.weights)
         decays = out.new_empty(self.decays, dtype=torch.float32)
         norms = out.new_empty(self.norms, dtype=torch.float32)
         cu = starts if cu_seqlens is None else cu_seqlens
-        h_starts = absent if h_cu_starts is None else h_cu_starts
+        h_starts = starts if h_cu_starts is None else h_cu_starts
         calls: list[tuple[Launch, tuple[Tensor, ...]]] = []
         if self.chunk_map is not None:
             calls.append((self.chunk_map, (cu, starts, h_starts)))
@@ -320,3 +313,10 @@ def _pow2(n: int) -> int:
 
 def _strides(name: str, facts: TensorFacts) -> dict[str, int]:
     return {f"{name}_stride_{dim}": stride for dim, stride in zip("bthd", facts.stride)}
+
+
+def _options(warps: int, stages: int, registers: int | None) -> dict[str, int]:
+    options = {"num_warps": warps, "num_stages": stages}
+    if registers is not None:  # not known everywhere
+        options["maxnreg"] = registers
+    return options
