@@ -1,12 +1,14 @@
 """Times configurations of the gdn kernels, each kernel alone, on one GPU.
 
     python benchmarks/gdn_configs.py --out benchmarks/results/gdn_configs_h200.json
+    python benchmarks/gdn_configs.py --normalised --configs default
     python benchmarks/gdn_configs.py --cases 1x8k --configs default bv=32,scan_stages=2
 
 A configuration is the default one with fields of `GdnConfig` replaced; `default` is the default.
 `default_config` in `csrc_free_ops/gdn/launch.py` was written from such runs. Kernels compile in
 parallel before anything is timed. One line a case and kernel is printed: microseconds, the best
 first; a kernel that several configurations share is timed once. `run` is all launches together.
+With `--normalised` q and k are normalised beforehand, which shows what that costs inside.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 from csrc_free_ops.facts import contiguous_facts, device_facts
 from csrc_free_ops.gdn import GdnConfig, GdnPlan, plan_gdn
 from csrc_free_ops.gdn.launch import default_config
+from csrc_free_ops.reference.gdn import l2norm
 from torch_attn_tiers.cli import environment
 from torch_attn_tiers.cli.bench.clock import Clock, clock_for
 from torch_attn_tiers.cli.bench.gdn_cases import CASES, HEAD_SIZE, GdnCase, GdnInputs
@@ -63,6 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--cases", default="1x8k,1x32k,32x256", help="names, comma-separated")
     parser.add_argument("--configs", nargs="*", default=CONFIGS, help="default: a list")
+    parser.add_argument("--normalised", action="store_true", help="no l2norm inside")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
@@ -73,8 +77,8 @@ def main() -> None:
     cases = [CASES[name] for name in options.cases.split(",")]
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         # All cases have one head size: they share their kernels, but for the scalars' types.
-        jobs = [(cases[-1], text) for text in options.configs]
-        failed = {text: error for (_, text), error in zip(jobs, pool.map(build, jobs)) if error}
+        jobs = [(cases[-1], text, not options.normalised) for text in options.configs]
+        failed = {job[1]: error for job, error in zip(jobs, pool.map(build, jobs)) if error}
     for text, error in failed.items():
         print(f"{text}: {error}")
 
@@ -91,7 +95,10 @@ def main() -> None:
     clock = clock_for(device)
     for case in cases:
         inputs = GdnInputs(case, torch.bfloat16, device, clock.l2_bytes)
-        result["rows"] += measure(inputs, good, clock, options.repeats)
+        inputs.reference  # noqa: B018  (of q and k as they are now)
+        if options.normalised:
+            inputs.q, inputs.k = ([l2norm(x) for x in tensors] for tensors in (inputs.q, inputs.k))
+        result["rows"] += measure(inputs, good, clock, options.repeats, not options.normalised)
         del inputs
         free(device)
         if options.out:
@@ -108,7 +115,7 @@ def parse(text: str) -> GdnConfig:
     return config._replace(**{name: int(value) for name, value in fields.items()})
 
 
-def plan_for(case: GdnCase, config: GdnConfig) -> GdnPlan:
+def plan_for(case: GdnCase, config: GdnConfig, qk_l2norm: bool = True) -> GdnPlan:
     device = device_facts(environment.default_device())
     T, Hq, Hv, D = case.tokens, case.q_heads, case.v_heads, HEAD_SIZE
     q = contiguous_facts((1, T, Hq, D), torch.bfloat16)
@@ -120,16 +127,16 @@ def plan_for(case: GdnCase, config: GdnConfig) -> GdnPlan:
         cu_seqlens_dtype=torch.int64,
         sequences=case.sequences,
         scale=D**-0.5,
-        qk_l2norm=True,
+        qk_l2norm=qk_l2norm,
         config=config,
     )  # fmt: skip
 
 
-def build(job: tuple[GdnCase, str]) -> str | None:
+def build(job: tuple[GdnCase, str, bool]) -> str | None:
     """Compiles the kernels of a configuration into Triton's cache; returns what went wrong."""
-    case, text = job
+    case, text, qk_l2norm = job
     try:
-        plan_for(case, parse(text)).compile()
+        plan_for(case, parse(text), qk_l2norm).compile()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
@@ -138,9 +145,9 @@ def build(job: tuple[GdnCase, str]) -> str | None:
 class Prepared:
     """A configuration over all sets of inputs, with scratch and results of its own."""
 
-    def __init__(self, inputs: GdnInputs, text: str) -> None:
+    def __init__(self, inputs: GdnInputs, text: str, qk_l2norm: bool) -> None:
         self.text = text
-        plan = plan_for(inputs.case, parse(text))
+        plan = plan_for(inputs.case, parse(text), qk_l2norm)
         self.results: list[torch.Tensor] = []
         self.sets = [self._launches(plan, inputs, i) for i in range(inputs.sets)]
         self.specializations = {
@@ -180,10 +187,10 @@ class Prepared:
 
 
 def measure(
-    inputs: GdnInputs, texts: list[str], clock: Clock, repeats: int
+    inputs: GdnInputs, texts: list[str], clock: Clock, repeats: int, qk_l2norm: bool = True
 ) -> list[dict[str, Any]]:
     """One row a kernel and configuration, all repeats of a kernel interleaved."""
-    prepared = [Prepared(inputs, text) for text in texts]
+    prepared = [Prepared(inputs, text, qk_l2norm) for text in texts]
     for one in prepared:
         one.together()[-1]()  # every kernel's scratch holds what it must
         for call in one.together():

@@ -3,8 +3,9 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \
         python -m tests.gpu.memcheck_pass [TIER [DTYPES [SHARD/SHARDS]]]
 
-for example `flash f16,bf16,f32 0/4`. Without the caching allocator each tensor is an allocation of
-its own, so that a read one element past a cache is seen. Results are compared with the oracle too.
+for example `flash f16,bf16,f32 0/4`, or `triton` for gdn_chunk_prefill. Without the caching
+allocator each tensor is an allocation of its own, so that a read one element past a cache is seen.
+Results are compared with the oracle too.
 Most of the time goes into compiling: run the shards beside each other, or once without the
 sanitizer before, which fills Triton's cache.
 """
@@ -18,7 +19,10 @@ import torch
 from tests import oracle
 from tests.conformance.calls import Maker, same_bits
 from tests.conformance.cases import CASES
+from tests.conformance.gdn_calls import GDN_TIERS
 from tests.conformance.test_cache_writes import SCATTERS, _fill, _laid_out
+from tests.conformance.test_gdn import CASES as GDN_CASES
+from tests.conformance.test_gdn import OVERLOADS, WITH_CHECKPOINTS
 
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
@@ -37,6 +41,21 @@ def decode_pass(tier: str, dtype: torch.dtype, shard: int, shards: int) -> tuple
         torch.cuda.synchronize()
         ran += 1
     return ran, passed_over
+
+
+def gdn_pass(tier: str, dtype: torch.dtype, shard: int, shards: int) -> int:
+    """Cases of gdn_chunk_prefill run, in all overloads where checkpoints matter."""
+
+    def make(dtype: torch.dtype = dtype, seed: int = 0) -> Maker:
+        return Maker(dtype, "cuda", seed=seed)
+
+    names = list(GDN_CASES)[shard::shards]
+    for name in names:
+        call = GDN_CASES[name](make)
+        for overload in OVERLOADS if name in WITH_CHECKPOINTS else OVERLOADS[:1]:
+            call.with_(overload).check(tier)
+            torch.cuda.synchronize()
+    return len(names)
 
 
 def scatter_pass() -> int:
@@ -59,6 +78,11 @@ def scatter_pass() -> int:
 
 def main(tier: str = "flash", dtypes: str = "f16,bf16,f32", part: str = "0/1") -> None:
     shard, shards = map(int, part.split("/"))
+    if tier in GDN_TIERS:
+        for name in dtypes.split(","):
+            ran = gdn_pass(tier, DTYPES[name], shard, shards)
+            print(f"gdn_chunk_prefill {tier} {name}: {ran} cases", flush=True)
+        return
     for name in dtypes.split(","):
         ran, passed_over = decode_pass(tier, DTYPES[name], shard, shards)
         print(f"decode {tier} {name}: {ran} cases, {passed_over} not for this tier", flush=True)

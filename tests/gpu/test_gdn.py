@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import torch_attn_tiers
+from csrc_free_ops import reference
+from csrc_free_ops.reference.gdn import l2norm
 from tests.conformance.calls import Maker, same_bits
 from tests.conformance.gdn_calls import GDN_TIERS, GdnCall, check_or_skip, prompts
 from tests.conformance.test_gdn import CASES, OVERLOADS, WITH_CHECKPOINTS
@@ -177,3 +179,69 @@ def test_checkpoints_beyond_2_to_the_31_elements(
     tail_out, tail_state = again.run("triton")
     assert_gdn_close(out[:, -64:], tail_out, inputs=torch.bfloat16, what="out")
     assert_gdn_close(final_state, tail_state, inputs=torch.bfloat16, what="final_state")
+
+
+def _keys(kind: str, T: int, Hq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys float32 [1,T,Hq,128], and for each the most that beta may be."""
+    own = torch.randn(1, T, Hq, 128, device="cuda")
+    shared = torch.randn(1, 1, Hq, 128, device="cuda")
+    keys = {"apart": own, "alike": shared + 0.1 * own, "long": own, "long and alike": shared + own}
+    if not kind.startswith("long"):
+        return keys[kind], torch.ones(1, T, Hq, device="cuda")
+    long = 8 * torch.nn.functional.normalize(keys[kind], dim=-1)
+    return long, 1.98 / long.square().sum(-1)
+
+
+@pytest.mark.parametrize("kind", ["apart", "alike", "long", "long and alike"])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_no_less_accurate_than_fla(
+    dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch, must_run: frozenset[str]
+) -> None:
+    """At most 1.1 times its error on the same input, against the rule in float64."""
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    fla = pytest.importorskip("fla.ops.gated_delta_rule")
+    torch.manual_seed(0)
+    T, Hq, Hv = 2048, 4, 8
+    keys, most = _keys(kind, T, Hq)
+    k = keys.to(dtype)
+    q = torch.randn_like(keys).to(dtype)
+    v = torch.randn(1, T, Hv, 128, device="cuda").to(dtype)
+    g = -0.1 * torch.rand(1, T, Hv, device="cuda")
+    beta = torch.rand(1, T, Hv, device="cuda") * most.repeat_interleave(2, 2)
+    state = 0.1 * torch.randn(1, Hv, 128, 128, device="cuda")
+    norm = not kind.startswith("long")
+    call = GdnCall(
+        {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": state},
+        {"qk_l2norm": norm},
+    )
+    call.require("triton", must_run)
+
+    wanted_out = torch.empty(1, T, Hv, 128, device="cuda", dtype=torch.float64)
+    wanted_state = torch.empty(1, Hv, 128, 128, device="cuda", dtype=torch.float64)
+    exact_q, exact_k = (l2norm(x) if norm else x for x in (q, k))
+    reference.gdn_chunk_prefill(
+        exact_q.double(), exact_k.double(), v.double(), g.double(), beta.double(), state.mT, None,
+        wanted_out, wanted_state, None, None, scale=128**-0.5,
+    )  # fmt: skip
+
+    def errors(result: tuple[torch.Tensor, ...]) -> list[float]:
+        pairs = ((result[0], wanted_out), (result[1], wanted_state.mT))
+        return [((got.double() - x).norm() / x.norm()).item() for got, x in pairs]
+
+    ours = errors(call.run("triton"))
+    with torch.no_grad():
+        theirs = errors(
+            fla.chunk_gated_delta_rule(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                scale=128**-0.5,
+                initial_state=state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=norm,
+            )  # fmt: skip
+        )
+    for name, mine, other in zip(("out", "final_state"), ours, theirs, strict=True):
+        assert mine <= 1.1 * other, f"{name}: error {mine:.3g}, FLA's {other:.3g}"

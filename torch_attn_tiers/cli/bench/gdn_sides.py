@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import itertools
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,11 +89,13 @@ def ours(inputs: GdnInputs, tier: str, h_layout: str | None) -> GdnSide:
         )  # fmt: skip
         return results
 
+    since = time.perf_counter()
     with torch_attn_tiers.record_dispatch() as records:
         function(0)
+    notes = {"tier": records[-1].tier, "first_call_s": round(time.perf_counter() - since, 2)}
     name = "ours" if tier == "auto" else f"ours:{tier}"
     name += "" if h_layout is None else f".h_{h_layout}"
-    return _side(name, function, inputs, h_layout=h_layout, notes={"tier": records[-1].tier})
+    return _side(name, function, inputs, h_layout=h_layout, notes=notes)
 
 
 def fill_h(inputs: GdnInputs) -> list[Call]:
