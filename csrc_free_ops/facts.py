@@ -22,6 +22,19 @@ class TensorFacts(NamedTuple):
     aligned: bool
 
 
+class PoolIndices(NamedTuple):
+    """Dtypes of the dense tensors that say where in a pool states are read and written.
+
+    Each is int32 or int64.
+    """
+
+    read: torch.dtype
+    write: torch.dtype
+    #: After how many tokens one more state is written, and where; None if none is.
+    track_lens: torch.dtype | None = None
+    track_indices: torch.dtype | None = None
+
+
 class DeviceFacts(NamedTuple):
     """What kernels and tiers need to know of a device, which may be an invented one."""
 

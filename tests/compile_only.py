@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 
-from csrc_free_ops.facts import DeviceFacts, broadcast_facts, contiguous_facts, heads_first_facts
+from csrc_free_ops.facts import (
+    DeviceFacts,
+    PoolIndices,
+    broadcast_facts,
+    contiguous_facts,
+    heads_first_facts,
+)
 
 KIB = 1024
 
@@ -208,7 +214,7 @@ def lengths(name: str) -> Iterator[tuple[str, int]]:
             yield what, launch.compile_for(_gpu_target(target)).metadata.shared
 
 
-#: dtype, Hq, Hv, K, V, layout of h, options; of Qwen3-Next but for the last four.
+#: dtype, Hq, Hv, K, V, layout of h, options; of Qwen3-Next where there are 16 and 32 heads.
 GDN = (
     (torch.bfloat16, 16, 32, 128, 128, None, {"qk_l2norm": True}),
     (torch.bfloat16, 16, 32, 128, 128, "fla", {"qk_l2norm": True}),
@@ -217,6 +223,9 @@ GDN = (
     (torch.float16, 2, 8, 64, 40, "compact", {"cu_seqlens_dtype": None}),
     (torch.bfloat16, 4, 4, 256, 256, "fla", {}),
     (torch.float32, 4, 4, 256, 256, None, {"output_final_state": False}),
+    (torch.bfloat16, 16, 32, 128, 128, None, {"pool": PoolIndices(torch.int32, torch.int64)}),
+    (torch.bfloat16, 16, 32, 128, 128, None, {"pool": PoolIndices(*[torch.int64] * 4)}),
+    (torch.float32, 4, 4, 128, 128, None, {"pool": PoolIndices(*[torch.int32] * 4)}),
 )
 
 
@@ -245,6 +254,7 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
         config = default_config(K, V, Hv // Hq, dtype, device)
         bound = shared_memory_bound(config, K, dtype.itemsize)
         what = f"{str(dtype).removeprefix('torch.')}, K={K}, V={V}, h={h_layout}"
+        what += f", pool {options['pool']}" if "pool" in options else ""
         reason = unsupported(q, q, v, device)
         if reason is not None:
             raise SystemExit(f"{what}: not supported on {name}: {reason}")

@@ -6,12 +6,12 @@ import functools
 import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from csrc_free_ops.facts import DeviceFacts, TensorFacts
+from csrc_free_ops.facts import DeviceFacts, PoolIndices, TensorFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,16 +179,6 @@ class DecodeProblem(Problem):
         ):
             return f"its {name} shares memory with an input; it must be new"
         return None
-
-
-class PoolIndices(NamedTuple):
-    """Dtypes of the index tensors ``[N]`` of a ``gdn_chunk_prefill.pool_`` call, int32 or int64."""
-
-    read: torch.dtype
-    write: torch.dtype
-    #: Both None if no state inside a sequence is kept.
-    track_lens: torch.dtype | None
-    track_indices: torch.dtype | None
 
 
 @dataclass(frozen=True, kw_only=True)

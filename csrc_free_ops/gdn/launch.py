@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from csrc_free_ops.facts import DeviceFacts, TensorFacts
+from csrc_free_ops.facts import DeviceFacts, PoolIndices, TensorFacts
 from csrc_free_ops.gdn.chunk_map import chunk_map_kernel
 from csrc_free_ops.gdn.prepare import prepare_kernel
 from csrc_free_ops.gdn.scan import scan_kernel
@@ -18,6 +18,7 @@ from csrc_free_ops.launch import Launch, compile_together
 
 C = 64  # tokens of a chunk
 _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
+_INDICES = ("read_indices", "write_indices", "track_lens", "track_indices")
 _H_LAYOUTS = {None: 0, "fla": 1, "compact": 2}
 
 
@@ -110,9 +111,13 @@ def plan_gdn(
     h_layout: str | None = None,
     h_rows: int = 0,
     h_dtype: torch.dtype | None = None,
+    pool: PoolIndices | None = None,
     config: GdnConfig | None = None,
 ) -> GdnPlan:
-    """A plan over facts ``[B,T,Hq,K]``, ``[B,T,Hv,V]``, ``[B,T,Hv]`` and a state ``[N,Hv,V,K]``."""
+    """A plan over facts ``[B,T,Hq,K]``, ``[B,T,Hv,V]``, ``[B,T,Hv]`` and a state ``[N,Hv,V,K]``.
+
+    With the dtypes of indices the state is a pool ``[P,Hv,V,K]``, to be run by ``run_pool``.
+    """
     B, T, Hq, K = q.shape
     Hv, V = v.shape[2:]
     if config is None:
@@ -170,23 +175,28 @@ def plan_gdn(
     )  # fmt: skip
     state = initial_state
     s_strides = (0, 0, 0, 0) if state is None else state.stride
+    given = pair if state is None else (state.dtype, state.aligned)
+    indices = dict(zip(_INDICES, pool or ()))
     scan = Launch(
         scan_kernel,
         grid=sequences * Hv * -(-V // config.bv),
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), v=(v.dtype, v.aligned),
-            initial_state=pair if state is None else (state.dtype, state.aligned), cu_seqlens=cu,
-            chunk_starts=starts, weights=dtype, decays=pair, norms=pair, out=dtype,
-            final_state=pair, h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
+            initial_state=given, cu_seqlens=cu, chunk_starts=starts, weights=dtype, decays=pair,
+            norms=pair, out=dtype, final_state=pair if pool is None else given,
+            h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
+            **{name: (indices.get(name) or torch.int32, False) for name in _INDICES},
         ),
         scalars=dict(
-            tokens=T, chunks=chunks, rows=h_rows, scale=float(scale), **strides, **_strides("v", v),
+            tokens=T, chunks=chunks, rows=h_rows, places=0 if state is None else state.shape[0],
+            scale=float(scale), **strides, **_strides("v", v),
             **dict(zip(("s_stride_n", "s_stride_h", "s_stride_v", "s_stride_k"), s_strides)),
         ),
         constants=dict(
             **shared, **tiles, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
             HAS_STATE=state is not None, HAS_FINAL=output_final_state,
-            H_LAYOUT=_H_LAYOUTS[h_layout],
+            H_LAYOUT=_H_LAYOUTS[h_layout], HAS_POOL=pool is not None,
+            HAS_TRACK=pool is not None and pool.track_lens is not None,
         ),
         options=_options(config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip
@@ -270,6 +280,32 @@ class GdnPlan:
         ):
             launch(index, *tensors)
 
+    def run_pool(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        pool: Tensor,
+        read_indices: Tensor,
+        write_indices: Tensor,
+        track_lens: Tensor | None,
+        track_indices: Tensor | None,
+        cu_seqlens: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """Writes out, and states of the pool, which are V-first; the indices are dense."""
+        if self.sequences == 0:
+            out.zero_()
+            return
+        indices = (read_indices, write_indices, track_lens, track_indices)
+        index = self.device.index
+        for launch, tensors in self.calls(
+            q, k, v, g, beta, pool, cu_seqlens, out, pool, None, None, indices
+        ):
+            launch(index, *tensors)
+
     def calls(
         self,
         q: Tensor,
@@ -283,6 +319,7 @@ class GdnPlan:
         final_state: Tensor | None,
         h: Tensor | None,
         h_cu_starts: Tensor | None,
+        indices: tuple[Tensor | None, ...] = (None,) * len(_INDICES),
     ) -> list[tuple[Launch, tuple[Tensor, ...]]]:
         """The launches of a run in their order, each with its tensors; there is a sequence."""
         # Scratch of the stream's allocator: another stream or graph has other scratch. An argument
@@ -302,7 +339,8 @@ class GdnPlan:
         final = decays if final_state is None else final_state
         checkpoints = decays if h is None else h
         read = (q, k, v, state, cu, starts, weights, decays, norms)
-        calls.append((self.scan, (*read, out, final, checkpoints, h_starts)))
+        places = (absent if index is None else index for index in indices)
+        calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls
 
 

@@ -21,35 +21,38 @@ from csrc_free_ops.gdn.prepare import halves, load_rows, normalise, offsets
 
 
 @triton.jit
-def _load_tile(state, vd, kd, stride_v, stride_k, V: tl.constexpr, K: tl.constexpr):
-    """A tile [BV, BK] of a state, in float32."""
-    inside = (vd < V)[:, None] & (kd < K)[None, :]
-    at = state + vd[:, None].to(tl.int64) * stride_v + kd[None, :].to(tl.int64) * stride_k
+def _load_tile(state, vd, kd, stride_v, stride_k, wanted, V: tl.constexpr, K: tl.constexpr):
+    """A tile [BV, BK] of a state, in float32; zero if it is not wanted."""
+    inside = (vd < V)[:, None] & (kd < K)[None, :] & wanted
+    at = state + offsets(vd, stride_v, kd, stride_k, True)
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store_tile(state, S, vd, kd, wanted, V: tl.constexpr, K: tl.constexpr):
-    """Writes a tile [BV, BK] of a state that lies [V, K] in memory."""
+def _store_tile(
+    state, S, vd, kd, stride_v, stride_k, wanted, V: tl.constexpr, K: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile [BV, BK] of a state."""
     inside = (vd < V)[:, None] & (kd < K)[None, :] & wanted
-    at = state + vd[:, None] * K + kd[None, :]
+    at = state + offsets(vd, stride_v, kd, stride_k, WIDE)
     tl.store(at, S.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _store_state(
-    state, S0, S1, S2, S3, vd, wanted, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    NK: tl.constexpr,
+    state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, K: tl.constexpr, V: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Writes the rows vd of a state."""
     kd = tl.arange(0, BK)
-    _store_tile(state, S0, vd, kd, wanted, V, K)
+    _store_tile(state, S0, vd, kd, stride_v, stride_k, wanted, V, K, WIDE)
     if NK > 1:
-        _store_tile(state, S1, vd, BK + kd, wanted, V, K)
+        _store_tile(state, S1, vd, BK + kd, stride_v, stride_k, wanted, V, K, WIDE)
     if NK > 2:
-        _store_tile(state, S2, vd, 2 * BK + kd, wanted, V, K)
+        _store_tile(state, S2, vd, 2 * BK + kd, stride_v, stride_k, wanted, V, K, WIDE)
     if NK > 3:
-        _store_tile(state, S3, vd, 3 * BK + kd, wanted, V, K)
+        _store_tile(state, S3, vd, 3 * BK + kd, stride_v, stride_k, wanted, V, K, WIDE)
 
 
 @triton.jit
@@ -70,14 +73,14 @@ def _read_tile(
     return KS, QS, k_tile
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "rows"])
+@triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
 def scan_kernel(
     q, k, v, initial_state, cu_seqlens, chunk_starts, weights, decays, norms,
     out,  # dtype of v [B, tokens, HV, V]
-    final_state,  # float32 [sequences, HV, V, K]
+    final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
-    h_cu_starts,
-    tokens, chunks, rows, scale,
+    h_cu_starts, read_indices, write_indices, track_lens, track_indices,
+    tokens, chunks, rows, places, scale,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     v_stride_b, v_stride_t, v_stride_h, v_stride_d, s_stride_n, s_stride_h, s_stride_v, s_stride_k,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -85,6 +88,7 @@ def scan_kernel(
     HAS_STATE: tl.constexpr, HAS_FINAL: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
+    HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
 ):  # fmt: skip
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
@@ -126,20 +130,41 @@ def scan_kernel(
     S2 = S0
     S3 = S0
     if HAS_STATE:
-        given = initial_state + i * s_stride_n + v_head * s_stride_h
-        S0 = _load_tile(given, vd, kd, s_stride_v, s_stride_k, V, K)
+        place = i
+        known = True
+        if HAS_POOL:
+            place = tl.load(read_indices + i).to(tl.int64)
+            known = (place >= 0) & (place < places)
+        given = initial_state + place * s_stride_n + v_head * s_stride_h
+        S0 = _load_tile(given, vd, kd, s_stride_v, s_stride_k, known, V, K)
         if NK > 1:
-            S1 = _load_tile(given, vd, BK + kd, s_stride_v, s_stride_k, V, K)
+            S1 = _load_tile(given, vd, BK + kd, s_stride_v, s_stride_k, known, V, K)
         if NK > 2:
-            S2 = _load_tile(given, vd, 2 * BK + kd, s_stride_v, s_stride_k, V, K)
+            S2 = _load_tile(given, vd, 2 * BK + kd, s_stride_v, s_stride_k, known, V, K)
         if NK > 3:
-            S3 = _load_tile(given, vd, 3 * BK + kd, s_stride_v, s_stride_k, V, K)
+            S3 = _load_tile(given, vd, 3 * BK + kd, s_stride_v, s_stride_k, known, V, K)
+    last = final_state
+    kept = final_state
+    last_wanted = True
+    track = 0
+    if HAS_POOL:
+        write = tl.load(write_indices + i).to(tl.int64)
+        last = final_state + write * s_stride_n + v_head * s_stride_h
+        last_wanted = (write >= 0) & (write < places)
+        if HAS_TRACK:
+            to = tl.load(track_indices + i).to(tl.int64)
+            kept = final_state + to * s_stride_n + v_head * s_stride_h
+            # Where the last state goes as well, that one stays.
+            kept_wanted = (to >= 0) & (to < places) & (to != write)
+            track_len = tl.load(track_lens + i).to(tl.int64)
+            reached = (track_len > 0) & (track_len <= length) & kept_wanted
+            track = tl.where(reached, track_len, 0).to(tl.int32)
 
     for m in range(count):
         token_ok = m * C + r < length
         if H_LAYOUT == 1:
             wanted = h_row + m < rows
-            _store_state(h, S0, S1, S2, S3, vd, wanted, K, V, BK, NK)
+            _store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, K, V, BK, NK, False)
             h += HV * V * K
 
         # What does not depend on S.
@@ -200,8 +225,13 @@ def scan_kernel(
 
         if H_LAYOUT == 2:
             wanted = (m * C + C <= length) & (h_row + m < rows)
-            _store_state(h, S0, S1, S2, S3, vd, wanted, K, V, BK, NK)
+            _store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, K, V, BK, NK, False)
             h += HV * V * K
+        if HAS_TRACK:
+            if tl.minimum(m * C + C, length) == track:
+                _store_state(
+                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, K, V, BK, NK, True
+                )
         q += C * q_stride_t
         k += C * k_stride_t
         v += C * v_stride_t
@@ -210,7 +240,10 @@ def scan_kernel(
         decays += HV * C
         norms += HQ * 2 * C
 
-    if HAS_FINAL:
+    if HAS_POOL:
         _store_state(
-            final_state + (i * HV + v_head) * V * K, S0, S1, S2, S3, vd, True, K, V, BK, NK
+            last, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, last_wanted, K, V, BK, NK, True
         )
+    elif HAS_FINAL:
+        last = final_state + (i * HV + v_head) * V * K
+        _store_state(last, S0, S1, S2, S3, vd, K, 1, True, K, V, BK, NK, False)

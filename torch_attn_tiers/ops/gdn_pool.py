@@ -53,7 +53,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from csrc_free_ops.facts import DeviceFacts, tensor_facts
+from csrc_free_ops.facts import DeviceFacts, PoolIndices, tensor_facts
 from torch_attn_tiers.dispatch import Decision, decide, define_call, is_capturing, known
 from torch_attn_tiers.ops import gdn
 from torch_attn_tiers.ops.checks import (
@@ -68,7 +68,7 @@ from torch_attn_tiers.ops.checks import (
 )
 from torch_attn_tiers.ops.registration import define, forbid_grad, mark_written
 from torch_attn_tiers.options import current
-from torch_attn_tiers.problem import GdnProblem, PoolIndices, dtype_name
+from torch_attn_tiers.problem import GdnProblem, dtype_name
 
 OP = f"{gdn.OP}.pool_"
 

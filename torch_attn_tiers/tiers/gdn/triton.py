@@ -53,11 +53,7 @@ def _dtype(problem: GdnProblem) -> str | None:
     return None
 
 
-def _pool(problem: GdnProblem) -> str | None:
-    return None if problem.pool is None else "reads and writes no pool yet"
-
-
-_BASICS = (_no_triton, _device, _not_verified, _dtype, _pool)
+_BASICS = (_no_triton, _device, _not_verified, _dtype)
 
 
 def _kernel_limits(problem: GdnProblem) -> str | None:
@@ -87,6 +83,7 @@ def _arguments(problem: GdnProblem) -> dict[str, Any]:
         h_layout=problem.h_layout,
         h_rows=problem.h_rows,
         h_dtype=problem.h_dtype,
+        pool=problem.pool,
     )
 
 
@@ -103,7 +100,7 @@ def _ready(problem: GdnProblem) -> bool:
 def _build(problem: GdnProblem) -> Plan:
     plan = _plan(problem)
     plan.compile()
-    return plan.run
+    return plan.run if problem.pool is None else plan.run_pool
 
 
 TIER = Tier(
