@@ -22,6 +22,7 @@ from csrc_free_ops.facts import (
     broadcast_facts,
     contiguous_facts,
     heads_first_facts,
+    tensor_facts,
 )
 
 KIB = 1024
@@ -338,12 +339,38 @@ def checkpoints(name: str) -> Iterator[tuple[str, int]]:
         yield what, plan.launch.compile_for(_gpu_target(target)).metadata.shared
 
 
+def gdn_pack(name: str) -> Iterator[tuple[str, int]]:
+    """(name, bytes of shared memory) of the kernels around a library's prefill."""
+    from csrc_free_ops.gdn.pack import plan_pack
+
+    target = TARGETS[name]
+    for dtype, gate_dtype, Hq, Hv, B, cu, norm, state, h_starts in (
+        (torch.bfloat16, torch.float32, 16, 32, 1, torch.int32, True, torch.float32, False),
+        (torch.float16, torch.float16, 16, 48, 1, torch.int64, True, torch.bfloat16, True),
+        (torch.bfloat16, torch.float32, 2, 8, 1, None, False, None, True),
+        (torch.bfloat16, torch.bfloat16, 16, 16, 4, None, True, None, False),
+    ):
+        packed = torch.empty(B, 8192, 2 * Hq + Hv, 128, dtype=dtype, device="meta")
+        q, k, v = (tensor_facts(x) for x in packed.split([Hq, Hq, Hv], 2))
+        gate = contiguous_facts((B, 8192, Hv), gate_dtype)
+        plan = plan_pack(
+            q, k, v, gate, gate, target.device(name), cu_seqlens_dtype=cu, sequences=max(B, 4),
+            qk_l2norm=norm, initial_state_dtype=state, output_final_state=True,
+            has_h_starts=h_starts,
+        )  # fmt: skip
+        what = f"{dtype}, {Hq}/{Hv}, B={B}, cu_seqlens {cu}, state {state}".replace("torch.", "")
+        for launch in plan.launches:
+            shared = launch.compile_for(_gpu_target(target)).metadata.shared
+            yield f"{launch.kernel.fn.__name__}, {what}", shared
+
+
 KERNELS = {
     "decode": decode,
     "cache": cache,
     "lengths": lengths,
     "gdn": gdn,
     "gdn_decode": gdn_decode,
+    "gdn_pack": gdn_pack,
     "checkpoints": checkpoints,
 }
 

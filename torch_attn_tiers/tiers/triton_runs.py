@@ -13,7 +13,7 @@ def _triton_is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _no_triton(problem: Problem) -> str | None:
+def no_triton(problem: Problem) -> str | None:
     return None if _triton_is_installed() else "the package triton is not installed"
 
 
@@ -37,7 +37,7 @@ def _device(problem: Problem) -> str | None:
     return None
 
 
-PREDICATES = (_no_triton, _device)
+PREDICATES = (no_triton, _device)
 
 
 def runs(problem: Problem) -> bool:
