@@ -1,5 +1,7 @@
 """Stand-ins for the libraries behind the tiers `cudnn` and `xqa`, which run on a CPU.
 
+That of `flashinfer` is in `fake_gdn_library.py`.
+
 They have the part of the libraries' surface that the tiers use, read memory as the libraries do (by
 the strides that they are told), and leave what the libraries leave: NaN or nothing in empty rows.
 """
@@ -20,6 +22,7 @@ import torch
 from torch_attn_tiers import Tier
 from torch_attn_tiers import tier as tiers
 from torch_attn_tiers.tiers.decode import cudnn, xqa
+from torch_attn_tiers.tiers.gdn import flashinfer
 
 
 @dataclasses.dataclass
@@ -268,12 +271,14 @@ def fake_flashinfer(version: str = "0.7.2") -> tuple[types.ModuleType, types.Mod
 
 def forget() -> None:
     """Look for the libraries again."""
-    for library in (cudnn.FRONTEND, xqa.FLASHINFER):
+    for library in (cudnn.FRONTEND, xqa.FLASHINFER, flashinfer.FLASHINFER):
         library.forget()
     cudnn.HANDLES.forget()
     xqa.KERNELS.forget()
     xqa._MEMORY.clear()
     xqa._has_nvcc.cache_clear()
+    flashinfer.VARIANTS.forget()
+    flashinfer._SCRATCH.clear()
 
 
 def install(
@@ -319,18 +324,19 @@ _yes.cache_clear = lambda: None  # type: ignore[attr-defined]
 @contextlib.contextmanager
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch, tier: Tier) -> Iterator[None]:
     """The tier takes problems of the CPU, where the stand-in runs them."""
-    module = {"cudnn": cudnn, "xqa": xqa}[tier.name]
+    module = {"cudnn": cudnn, "xqa": xqa, "flashinfer": flashinfer}[tier.name]
     basics = tuple(one for one in module._BASICS if one is not module._device)
     monkeypatch.setattr(module, "_BASICS", basics)
     here = dataclasses.replace(tier, predicates=(*basics, tier.predicates[-1]))
-    _put(here, instead_of=tier)
+    put(here, instead_of=tier)
     try:
         yield
     finally:
-        _put(tier, instead_of=here)
+        put(tier, instead_of=here)
 
 
-def _put(tier: Tier, *, instead_of: Tier) -> None:
+def put(tier: Tier, *, instead_of: Tier) -> None:
+    """One tier in the place of another."""
     cascade = tiers._cascades[tier.op]
     cascade[cascade.index(instead_of)] = tier
     tiers._changed()

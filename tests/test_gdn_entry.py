@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 import torch_attn_tiers
-from torch_attn_tiers import GdnPrefill, GdnPrefillCompact, GdnPrefillFla, Tier, register_tier
+from tests.fake_libraries import put
+from torch_attn_tiers import GdnPrefill, GdnPrefillCompact, GdnPrefillFla, Tier
 from torch_attn_tiers.problem import GdnProblem
 
 OP = torch.ops.attn_tiers.gdn_chunk_prefill
@@ -28,26 +31,28 @@ def call(*args: Any, **kwargs: Any) -> Any:
     return torch_attn_tiers.gdn_chunk_prefill(*(args or TENSORS), **kwargs)
 
 
-def _flashinfer(reason: str | None = None, seen: list[GdnProblem] | None = None) -> Any:
-    """A stand-in for the tier of this name, ahead of the reference."""
+@contextlib.contextmanager
+def _flashinfer(reason: str | None = None, seen: list[GdnProblem] | None = None) -> Iterator[None]:
+    """The reference under the name of the tier flashinfer, which takes what ``reason`` allows."""
 
     def predicate(problem: GdnProblem) -> str | None:
         if seen is not None:
             seen.append(problem)
         return reason
 
-    (reference,) = [
-        t for t in torch_attn_tiers.tier.tiers_of("gdn_chunk_prefill") if t.name == "reference"
-    ]
-    return register_tier(
-        Tier(
-            op="gdn_chunk_prefill",
-            name="flashinfer",
-            predicates=(predicate,),
-            build=reference.build,
-        ),
-        before="reference",
+    real, *_, reference = torch_attn_tiers.tier.tiers_of("gdn_chunk_prefill")
+    assert (real.name, reference.name) == ("flashinfer", "reference")
+    tier = Tier(
+        op="gdn_chunk_prefill",
+        name="flashinfer",
+        predicates=(predicate,),
+        build=reference.build,
     )
+    put(tier, instead_of=real)
+    try:
+        yield
+    finally:
+        put(real, instead_of=tier)
 
 
 def test_results_are_those_of_the_operator_by_name() -> None:

@@ -417,16 +417,21 @@ def test_tier_can_be_forced_by_an_option() -> None:
     assert [(call.op, call.tier) for call in calls] == [("gdn_chunk_prefill", "reference")]
 
 
+def test_tiers_in_the_order_of_the_cascade() -> None:
+    verdicts = torch_attn_tiers.explain("gdn_chunk_prefill", *_tokens(5)).verdicts
+    assert [verdict.name for verdict in verdicts] == ["flashinfer", "triton", "reference"]
+
+
 def test_triton_is_passed_over_on_gpus_until_one_has_run_it() -> None:
     args = tuple(t.to("meta") for t in (*_tokens(), STATE, BOUNDS))
     gpu = DeviceFacts("cuda", 0, (9, 0), "sm_90", 132, 227 << 10, 50 << 20, False)
     explanation = torch_attn_tiers.explain("gdn_chunk_prefill", *args, device=gpu)
     assert explanation.chosen == "reference"
-    assert explanation.verdicts[0][:3] == (
+    assert explanation.verdicts[1][:3] == (
         "triton",
         False,
         ("not verified on a GPU yet: runs there when asked for only, by tier='triton'",),
     )
     old = gpu._replace(capability=(7, 5), arch="sm_75")
-    verdict = torch_attn_tiers.explain("gdn_chunk_prefill", *args, device=old).verdicts[0]
+    verdict = torch_attn_tiers.explain("gdn_chunk_prefill", *args, device=old).verdicts[1]
     assert "needs compute capability 8.0 or newer, the device has 7.5" in verdict.reasons

@@ -506,6 +506,9 @@ class _FirstRun:
     def __init__(self, built: _Built, tier: Tier, problem: Problem) -> None:
         self.built, self.plan, self.tier, self.problem = built, built.plan, tier, problem
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plan, name)  # an operator may ask a plan for more than to run
+
     def __call__(self, *tensors: Tensor | None) -> Any:
         result = self.plan(*tensors)
         wrong = self.problem.against_result(result, tensors)

@@ -25,7 +25,7 @@ from csrc_free_ops.launch import Launch
 
 C = 64  # tokens between two checkpoints
 _BT = 16  # tokens that a program packs
-_BOUNDS = 1024  # sequences that are added up at a time
+_BOUNDS = 256  # sequences that are added up at a time
 _BLOCK = 2048  # elements that a program zeroes or copies at a time
 _PROGRAMS = 4  # of the second launch, for each multiprocessor
 
@@ -326,18 +326,19 @@ class PackPlan:
     ) -> Packed:
         """What is to be handed to the library; ``h_cu_starts [N+1]`` int64 is written too."""
         shapes = (self._q_shape, self._q_shape, self._v_shape)
-        rows = [
+        q_out, k_out, v_out = (
             x.new_empty(shape) if copy else x.view(shape)
             for x, shape, copy in zip((q, k, v), shapes, self.copies)
-        ]
+        )
         gates = self._v_shape[:2]
         decay, strength = (g.new_empty(gates, dtype=torch.float32) for _ in range(2))
         bounds = g.new_empty(self._bounds_shape, dtype=torch.int64)
         # An argument that the kernel does not use is stood in for by one that it has.
         cu = bounds if cu_seqlens is None else cu_seqlens
         starts = bounds if h_cu_starts is None else h_cu_starts
-        self._pack(self.device.index, q, k, v, g, beta, cu, *rows, decay, strength, bounds, starts)
-        return Packed(*rows, decay, strength, bounds)
+        packed = Packed(q_out, k_out, v_out, decay, strength, bounds)
+        self._pack(self.device.index, q, k, v, g, beta, cu, *packed, starts)
+        return packed
 
     def finish(
         self,

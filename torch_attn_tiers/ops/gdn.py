@@ -416,9 +416,10 @@ def _run(
         check_values(decision, cu_seqlens)
     problem: GdnProblem = decision.problem
     state_v_first = problem.state_v_first
+    rows = max(problem.h_rows, getattr(decision.built.plan, "h_rows", 0))
     out, final_state, h, h_cu_starts = _allocate(
         q, problem.N, problem.v.shape, problem.K, problem.output_final_state, problem.h_layout,
-        problem.h_rows, problem.h_dtype,
+        rows, problem.h_dtype,
     )  # fmt: skip
     decision(
         q,
@@ -433,6 +434,8 @@ def _run(
         h,
         h_cu_starts,
     )
+    if h is not None and rows > problem.h_rows:
+        h = h[: problem.h_rows]
     return _results(out, final_state, h, h_cu_starts, state_v_first)
 
 

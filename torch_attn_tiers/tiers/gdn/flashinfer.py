@@ -114,6 +114,10 @@ def _checkpoints(problem: GdnProblem) -> str | None:
     return None
 
 
+def _pool(problem: GdnProblem) -> str | None:
+    return None if problem.pool is None else "reads and writes no pool yet"
+
+
 def _state_dtypes(problem: GdnProblem) -> str | None:
     """The kernel of compute capability 10.x has one dtype for all states; the last is float32."""
     if problem.device.capability is None or problem.device.capability[0] != 10:
@@ -147,6 +151,7 @@ _BASICS = (
     _not_empty,
     _scale,
     _checkpoints,
+    _pool,
     _state_dtypes,
     _offsets,
 )
@@ -165,7 +170,10 @@ def _kernel(problem: GdnProblem) -> str | None:
         names.append(_KERNELS[problem.device.capability])
     for name in names:
         if getattr(module, name, None) is None:
-            return f"{FLASHINFER.module_name} has no {name}: too old, or a package it needs is not"
+            return (
+                f"{FLASHINFER.module_name} has no {name}: it is too old, or nvidia-cutlass-dsl is "
+                "missing or too old for it"
+            )
     wanted = _PARAMETERS if problem.h_layout is None else _PARAMETERS | _H_PARAMETERS
     missing = sorted(wanted - _parameters(module.chunk_gated_delta_rule))
     if missing:
@@ -472,12 +480,14 @@ class _Run:
         packed = self.pack.pack(q, k, v, g, beta, cu_seqlens, h_cu_starts)
         if initial_state is not None and self.copies_state:
             initial_state = initial_state.clone(memory_format=torch.contiguous_format)
+        q, k, v, decay, strength, bounds = packed
         self.scratch.run(
             functools.partial(
-                self.call, *packed, initial_state, out.flatten(0, 1), final_state, h, h_cu_starts
+                self.call, q, k, v, decay, strength, bounds, initial_state, out.flatten(0, 1),
+                final_state, h, h_cu_starts,
             )
-        )
-        self.pack.finish(packed.bounds, initial_state, out, final_state)
+        )  # fmt: skip
+        self.pack.finish(bounds, initial_state, out, final_state)
 
 
 def _ready(problem: GdnProblem) -> bool:
