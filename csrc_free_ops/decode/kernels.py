@@ -405,8 +405,8 @@ def _merge_parts(
 ):  # fmt: skip
     """Merges all parts of one task, in their order, and writes its rows.
 
-    ``UNROLL`` parts are under way at a time. Neither all of them, nor a pipeline: this code is cold,
-    and fetching its instructions takes longer than they do.
+    ``UNROLL`` parts are under way at a time. Neither all of them, nor a pipeline: this code is
+    cold, and fetching its instructions takes longer than they do.
     """
     row = tl.arange(0, ROWS)
     dv = tl.arange(0, BLOCK_DV)
@@ -428,7 +428,7 @@ def _merge_parts(
             m_part = tl.load(m_ptrs + ahead, mask=there, other=float("-inf"), cache_modifier=".cg")
             l_ptrs = m_ptrs + slots * ROWS
             l_part = tl.load(l_ptrs + ahead, mask=there, other=-1.0, cache_modifier=".cg")
-            loaded += ((a_part, m_part, l_part),)
+            loaded += ((a_part, m_part, l_part),)  # type: ignore[assignment]
             m_new = tl.maximum(m_new, m_part)
         m, m_safe, alpha = _new_maximum(m, m_new, NATURAL)
         l = l * alpha

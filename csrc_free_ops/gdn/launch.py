@@ -339,7 +339,7 @@ class GdnPlan:
         final = decays if final_state is None else final_state
         checkpoints = decays if h is None else h
         read = (q, k, v, state, cu, starts, weights, decays, norms)
-        places = (absent if index is None else index for index in indices)
+        places = (starts if index is None else index for index in indices)
         calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls
 
