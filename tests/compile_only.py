@@ -227,6 +227,7 @@ GDN = (
     (torch.bfloat16, 16, 32, 128, 128, None, {"pool": PoolIndices(torch.int32, torch.int64)}),
     (torch.bfloat16, 16, 32, 128, 128, None, {"pool": PoolIndices(*[torch.int64] * 4)}),
     (torch.float32, 4, 4, 128, 128, None, {"pool": PoolIndices(*[torch.int32] * 4)}),
+    (torch.float32, 2, 4, 64, 40, "compact", {"qk_l2norm": True}),
 )
 
 
@@ -253,7 +254,7 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
             **changes,
         }
         config = default_config(K, V, Hv // Hq, dtype, device)
-        bound = shared_memory_bound(config, K, dtype.itemsize)
+        bound = shared_memory_bound(config, K, dtype)
         what = f"{str(dtype).removeprefix('torch.')}, K={K}, V={V}, h={h_layout}"
         what += f", pool {options['pool']}" if "pool" in options else ""
         reason = unsupported(q, q, v, device)

@@ -48,29 +48,37 @@ def default_config(
     # as many rows, half as much code.
     narrow = dtype.itemsize == 2
     bk, bv = min(_pow2(K), 64), min(_pow2(V), 64 if narrow else 32)
-    prepare_bk = 128 if narrow and device.shared_memory > 65536 else 64 if narrow else 32
+    prepare_bk = min(_pow2(K), 128 if narrow else 32)
+    while _prepare_bound(prepare_bk, dtype) > device.shared_memory:
+        prepare_bk //= 2
     heads = 1 if group % 2 else 2
     for stages in (3, 2, 1):
-        config = GdnConfig(min(_pow2(K), prepare_bk), 4, heads, bk, bv, 4, stages)
-        if shared_memory_bound(config, K, dtype.itemsize) <= device.shared_memory:
+        config = GdnConfig(prepare_bk, 4, heads, bk, bv, 4, stages)
+        if shared_memory_bound(config, K, dtype) <= device.shared_memory:
             break
     return config
 
 
-def shared_memory_bound(config: GdnConfig, K: int, itemsize: int) -> int:
+def shared_memory_bound(config: GdnConfig, K: int, dtype: torch.dtype) -> int:
     """Bytes of shared memory that a program may take, from above (tests/compile_only.py checks)."""
-    prepare = 3 * C * config.prepare_bk * itemsize + 6 * C * C
     keys = C * config.bk * -(-K // config.bk)
     weights = 2 * C * C
     if config.scan_stages > 1:
         ahead = (config.scan_stages - 1) * (2 * keys + weights)
         made = 2 * keys + 2 * C * config.bv + 2 * config.bv * config.bk
         scan = ahead + made + 512
-    elif itemsize == 2:  # operands stay until the end of a chunk
+    elif dtype.itemsize == 2:  # operands stay until the end of a chunk
         scan = keys + C * config.bk + weights
     else:  # one pair of operands at a time, each in two parts
         scan = 2 * weights
-    return max(prepare, scan * itemsize)
+    return max(_prepare_bound(config.prepare_bk, dtype), scan * dtype.itemsize)
+
+
+def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
+    """Bytes of three tiles of keys and queries (of float32 in two parts), and of matrices."""
+    tiles = 6 if dtype is torch.float32 else 3
+    matrices = 6 if dtype is torch.bfloat16 else 8
+    return tiles * C * bk * dtype.itemsize + matrices * C * C
 
 
 def unsupported(
@@ -82,7 +90,7 @@ def unsupported(
 ) -> str | None:
     """Why the kernels cannot take a legal problem, in words; None if they can."""
     config = default_config(q.shape[3], v.shape[3], v.shape[2] // q.shape[2], q.dtype, device)
-    needed = shared_memory_bound(config, q.shape[3], q.dtype.itemsize)
+    needed = shared_memory_bound(config, q.shape[3], q.dtype)
     if needed > device.shared_memory:
         return (
             f"needs {needed} bytes of shared memory for head sizes {q.shape[3]} and {v.shape[3]}, "

@@ -13,13 +13,14 @@ sanitizer before, which fills Triton's cache.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 
 from tests import oracle
 from tests.conformance.calls import Maker, same_bits
 from tests.conformance.cases import CASES
-from tests.conformance.gdn_calls import GDN_TIERS
+from tests.conformance.gdn_calls import GDN_TIERS, GdnCall, prompts
 from tests.conformance.test_cache_writes import SCATTERS, _fill, _laid_out
 from tests.conformance.test_gdn import CASES as GDN_CASES
 from tests.conformance.test_gdn import OVERLOADS, WITH_CHECKPOINTS
@@ -49,10 +50,16 @@ def gdn_pass(tier: str, dtype: torch.dtype, shard: int, shards: int) -> int:
     def make(dtype: torch.dtype = dtype, seed: int = 0) -> Maker:
         return Maker(dtype, "cuda", seed=seed)
 
-    names = list(GDN_CASES)[shard::shards]
+    def heads_of_a_model(make: Callable[..., Maker]) -> GdnCall:
+        lengths = [300, 17, 64, 0, 65, 1]
+        return prompts(make(), lengths, T=500, Hq=2, Hv=4, K=128, V=128, qk_l2norm=True)
+
+    cases = {"heads of a model": heads_of_a_model, **GDN_CASES}
+    names = list(cases)[shard::shards]
     for name in names:
-        call = GDN_CASES[name](make)
-        for overload in OVERLOADS if name in WITH_CHECKPOINTS else OVERLOADS[:1]:
+        call = cases[name](make)
+        simple = name in GDN_CASES and name not in WITH_CHECKPOINTS
+        for overload in OVERLOADS[:1] if simple else OVERLOADS:
             call.with_(overload).check(tier)
             torch.cuda.synchronize()
     return len(names)
