@@ -18,6 +18,7 @@ from tests.conformance.calls import Maker, poisoned_memory, same_bits
 from tests.conformance.gdn_calls import GdnCall, prompts
 from tests.fake_gdn_library import FakeGdn
 from tests.fake_libraries import Faults
+from tests.gdn_library_cases import CASES, state_layouts
 from tests.test_predicates import DEVICES
 from tests.tolerances import assert_gdn_close
 from torch_attn_tiers import GdnPrefillCompact, GdnPrefillFla, TierNotEligibleError
@@ -395,73 +396,20 @@ def test_what_is_tried_first_passes_for_every_variant(
 
 # ------------------------------------------------------------------------------------------ runs
 
-Build = Callable[[], GdnCall]
-CASES: dict[str, Build] = {
-    "one sequence": lambda: _prompt([150]),
-    "around the chunk": lambda: _prompt([1, 63, 64, 65, 129]),
-    "empty ones": lambda: _prompt([0, 65, 0, 0, 64, 3, 0]),
-    "only empty ones": lambda: _prompt([0, 0, 0], T=70),
-    "int64 bounds": lambda: _prompt([3, 66], cu_dtype=torch.int64),
-    "tokens of none": lambda: _prompt([65, 10], T=160),
-    "rows of a batch": lambda: _prompt(None, B=2, T=70),
-    "one row": lambda: _prompt(None, B=1, T=70),
-    "one row with norms": lambda: _prompt(None, B=1, T=70, qk_l2norm=True),
-    "one token": lambda: _prompt([1]),
-    "no state": lambda: _prompt([70, 0, 5], state=None),
-    "state in bfloat16": lambda: _prompt([70, 0, 5], state=torch.bfloat16),
-    "no final state": lambda: _prompt([70, 0, 5], output_final_state=False),
-    "heads": lambda: _prompt([70, 5], Hq=2, Hv=6),
-    "norms": lambda: _prompt([70, 5], Hq=2, Hv=2, qk_l2norm=True),
-    "negative scale": lambda: _prompt([70], scale=-2.0),
-    "batch invariant": lambda: _prompt([70], batch_invariant=True),
-}
-
 
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_the_oracle(name: str, runs: FakeGdn) -> None:
+    call = CASES[name](Maker(torch.float16))
     for overload in ("default", "h_compact"):
-        CASES[name]().with_(overload).check("flashinfer")
+        call.with_(overload).check("flashinfer")
 
 
 def test_initial_state_of_any_layout(runs: FakeGdn) -> None:
     call = _prompt([70, 0, 5])
-    state = call.tensors["initial_state"]
-    assert state is not None
-    pool = torch.zeros(7, 128, 2, 2, 160)
-    pool[1::2, :, :, 1, 3:131] = state.permute(0, 3, 1, 2)
-    v_first = state.transpose(-1, -2).contiguous()
-    shifted = torch.empty(state.numel() + 1)[1:].view(v_first.shape).copy_(v_first)
-    for view, is_v_first, is_copied in (
-        (state, False, True),
-        (v_first.transpose(-1, -2), False, False),
-        (v_first, True, False),
-        (shifted, True, True),
-        (pool[1::2, :, :, 1, 3:131].permute(0, 2, 1, 3), True, True),
-    ):
-        one = call.with_(initial_state=view, state_v_first=is_v_first)
-        one.check("flashinfer")
+    for view, is_v_first, is_copied in state_layouts(call):
+        call.with_(initial_state=view, state_v_first=is_v_first).check("flashinfer")
         passed = runs.calls[-1]["initial_state"]
         assert (passed.data_ptr() != view.data_ptr()) is is_copied
-
-
-def test_slices_of_a_packed_projection(runs: FakeGdn) -> None:
-    m = Maker(torch.float16)
-    packed, gates = m.normal(1, 70, 2 + 2 + 4, 128), m.normal(1, 70, 9, dtype=torch.float32)
-    call = prompts(m, [60, 10], Hq=2, Hv=4, K=128, V=128).with_(
-        q=packed[:, :, :2],
-        k=packed[:, :, 2:4] / 24,
-        v=packed[:, :, 4:],
-        g=-gates[..., :4].abs(),
-        beta=gates[..., 4:8].sigmoid(),
-    )
-    call.check("flashinfer")
-
-
-def test_tokens_of_no_sequence_are_not_read(runs: FakeGdn) -> None:
-    call = _prompt([65, 10], T=160)
-    for name in ("q", "k", "v", "g", "beta"):
-        call.tensors[name][:, 75:] = math.nan  # type: ignore[index]
-    call.with_("h_compact").check("flashinfer")
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
