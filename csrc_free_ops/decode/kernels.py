@@ -543,10 +543,11 @@ def split_kv_kernel(
 
         row_tile = 0
         s_last = q_len - 1
-        b, row_start, n = _batch_row_of(begin, cumulated, work, n_all, BLOCK_B)
+        first = tl.minimum(begin, total - 1)  # a program without a share stands at the last tile
+        b, row_start, n = _batch_row_of(first, cumulated, work, n_all, BLOCK_B)
         lo, hi = _key_bounds(n, 0, s_last, window, RULES)
         first_tile, tiles = _tiles(lo, hi, BLOCK_N)
-        h = (begin - row_start) // tiles
+        h = (first - row_start) // tiles
         task_end = row_start + (h + 1) * tiles
         shift = first_tile - (row_start + h * tiles)
         b_first, h_first, tiles_first, end_first = b, h, tiles, task_end
