@@ -21,7 +21,7 @@ from tests import oracle
 from tests.conformance.calls import Maker, same_bits
 from tests.conformance.cases import CASES
 from tests.conformance.gdn_calls import GDN_TIERS, GdnCall, prompts
-from tests.conformance.test_cache_writes import SCATTERS, _fill, _laid_out
+from tests.conformance.test_cache_writes import QUANTISED_CASES, SCATTERS, _fill, _laid_out
 from tests.conformance.test_gdn import CASES as GDN_CASES
 from tests.conformance.test_gdn import OVERLOADS, WITH_CHECKPOINTS
 
@@ -80,7 +80,19 @@ def scatter_pass() -> int:
             cache, cache.clone(), update, update, indices, axis=c.axis, write_mode=mode
         )
         torch.cuda.synchronize()
-    return len(SCATTERS)
+    m = Maker(torch.bfloat16, "cuda")
+    for key_shape, value_shape, axis, _ in QUANTISED_CASES.values():
+        caches, updates = [m.float8(*key_shape), m.float8(*value_shape)], []
+        for shape in (key_shape, value_shape):
+            cut = list(shape)
+            cut[axis] = 1
+            updates.append(m.normal(*cut))
+        scale = m.scales(0.5)
+        per_head = scale.expand(key_shape[2 if axis == 1 else 1])
+        args = (*caches, *updates, m.integers([0, 8, -1]), scale, per_head)
+        torch.ops.attn_tiers.kv_scatter_(*args, axis=axis)
+        torch.cuda.synchronize()
+    return len(SCATTERS) + len(QUANTISED_CASES)
 
 
 def main(tier: str = "flash", dtypes: str = "f16,bf16,f32", part: str = "0/1") -> None:

@@ -645,6 +645,10 @@ def _concatenate(past: Tensor | None, new: Tensor, shape: tuple[int, ...]) -> Te
     present = new.new_empty(shape)
     if past is None:
         return present.copy_(new)
+    if new.dtype is _FLOAT8:  # as bytes, which cat takes everywhere
+        bytes_ = [tensor.view(torch.uint8) for tensor in (past, new, present)]
+        torch.cat(bytes_[:2], 2, out=bytes_[2])
+        return present
     return torch.cat([past, new], 2, out=present)
 
 
