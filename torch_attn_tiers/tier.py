@@ -31,10 +31,11 @@ class Tier:
     """One implementation of an operator.
 
     A plan of ``decode`` is called as ``plan(query, key, value, nonpad_kv_seqlen, attn_mask, sinks,
-    k_scale, v_scale)`` with the user's tensors, where key and value have the past in front and
-    lengths and sinks are dense. It returns ``Y``, or ``(Y, qk)`` if ``problem.qk_mode`` is not
-    None: new contiguous tensors in the query's dtype. What a registered tier's plan returns is
-    checked when it first runs.
+    k_scale, v_scale)`` with the user's tensors, where key and value have the past in front, and
+    lengths, sinks and scales are dense. A predicate must turn down float8 caches
+    (``problem.is_float8``) that the tier does not read, and scales that it does not apply. The
+    plan returns ``Y``, or ``(Y, qk)`` if ``problem.qk_mode`` is not None: new contiguous tensors in
+    the query's dtype. What a registered tier's plan returns is checked when it first runs.
 
     Args:
         op: the operator, as ``"decode"``.
