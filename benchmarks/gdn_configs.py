@@ -83,12 +83,12 @@ def main() -> None:
         print(f"{text}: {error}")
 
     result: dict[str, Any] = {
-        "what": "configurations of the gdn kernels",
-        "command": environment.command("python benchmarks/gdn_configs.py", sys.argv[1:]),
-        "date": environment.now(),
-        "commit": environment.commit(),
-        "device": environment.device_report(device),
-        "versions": environment.versions(),
+        **environment.header(
+            "configurations of the gdn kernels",
+            "python benchmarks/gdn_configs.py",
+            sys.argv[1:],
+            device,
+        ),
         "rows": [],
     }
     good = [text for text in options.configs if text not in failed]

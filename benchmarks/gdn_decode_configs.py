@@ -82,12 +82,12 @@ def main() -> None:
             print(f"{name} {text}: {error}")
 
     result: dict[str, Any] = {
-        "what": "configurations of the recurrent gdn kernel",
-        "command": environment.command("python benchmarks/gdn_decode_configs.py", sys.argv[1:]),
-        "date": environment.now(),
-        "commit": environment.commit(),
-        "device": environment.device_report(device),
-        "versions": environment.versions(),
+        **environment.header(
+            "configurations of the recurrent gdn kernel",
+            "python benchmarks/gdn_decode_configs.py",
+            sys.argv[1:],
+            device,
+        ),
         "rows": [],
     }
     clock = clock_for(device)

@@ -72,12 +72,12 @@ def main() -> None:
         print(f"{name} {shape}: {error}")
 
     result: dict[str, Any] = {
-        "what": "tile shapes of the split-KV kernel",
-        "command": environment.command("python benchmarks/split_kv_configs.py", sys.argv[1:]),
-        "date": environment.now(),
-        "commit": environment.commit(),
-        "device": environment.device_report(device),
-        "versions": environment.versions(),
+        **environment.header(
+            "tile shapes of the split-KV kernel",
+            "python benchmarks/split_kv_configs.py",
+            sys.argv[1:],
+            device,
+        ),
         "kv_dtype": options.kv_dtype,
         "rows": [],
     }

@@ -89,6 +89,20 @@ def commit() -> str:
     return head + ("+" if changes else "")
 
 
+def header(
+    what: str, program: str, arguments: Sequence[str], device: torch.device
+) -> dict[str, Any]:
+    """What every result file begins with: what was run, how, when, and on what."""
+    return {
+        "what": what,
+        "command": command(program, arguments),
+        "date": now(),
+        "commit": commit(),
+        "device": device_report(device),
+        "versions": versions(),
+    }
+
+
 def _git(root: pathlib.Path, *args: str) -> str:
     done = subprocess.run(
         ["git", *args], cwd=root, capture_output=True, text=True, timeout=20, check=True

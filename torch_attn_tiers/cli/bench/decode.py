@@ -8,37 +8,37 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torch_attn_tiers.cli import environment
 from torch_attn_tiers.cli.bench import peers as peer_module
 from torch_attn_tiers.cli.bench.cases import CASES, QUICK_CASES, Case, Inputs, relative_error
 from torch_attn_tiers.cli.bench.clock import Clock, Recording, clock_for
-from torch_attn_tiers.cli.bench.report import judge_case, print_report, summarize
-from torch_attn_tiers.cli.bench.running import free, in_words, names, say, write
+from torch_attn_tiers.cli.bench.report import judge_case, print_report
+from torch_attn_tiers.cli.bench.running import (
+    REPEATS,
+    add_arguments,
+    begin,
+    check_repeats,
+    chosen_device,
+    exit_status,
+    in_words,
+    names,
+    one_line,
+    run_cases,
+    say,
+)
 from torch_attn_tiers.cli.bench.sides import Side, our_side
 from torch_attn_tiers.tier import tier_names
 
-_REPEATS = 5
 _QUICK_REPEATS = 3
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser("decode", help="one decode step", description=__doc__)
-    parser.add_argument(
-        "--peers",
-        nargs="?",
-        const="all",
-        default="",
-        metavar="NAMES",
-        help=f"measure others too: all, or some of {', '.join(peer_module.PEERS)}",
-    )
     parser.add_argument("--cases", default=None, metavar="NAMES", help=", ".join(CASES))
     parser.add_argument(
         "--tiers",
@@ -60,32 +60,25 @@ def add_parser(commands: Any) -> None:
         help="of our caches, with scales, beside the same case over bfloat16 caches; no peers",
     )
     parser.add_argument(
-        "--repeats", type=int, default=None, help=f"of every side, in turns; default {_REPEATS}"
-    )
-    parser.add_argument(
         "--quick",
         action="store_true",
         help=f"for tuning: {', '.join(QUICK_CASES)}, {_QUICK_REPEATS} repeats, no host times",
     )
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--out", default=None, metavar="FILE", help="write the results as JSON")
+    add_arguments(parser, peer_module.PEERS, None)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the tables, writes the JSON; 1 if a side of ours failed or was wrong."""
-    device = environment.parse_device(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = chosen_device(args.device)
     cases = [CASES[name] for name in names(args.cases, CASES, "--cases", _default_cases(args))]
     peers = names(args.peers or None, peer_module.PEERS, "--peers", ())
     if args.kv_dtype and peers:
         raise SystemExit(f"--kv-dtype {args.kv_dtype}: peers read other caches, leave --peers out")
     repeats = args.repeats
     if repeats is None:
-        repeats = _QUICK_REPEATS if args.quick else _REPEATS
-    if repeats < 1:
-        raise SystemExit(f"--repeats {repeats}: it must be at least 1")
+        repeats = _QUICK_REPEATS if args.quick else REPEATS
+    check_repeats(repeats)
     known_tiers = dict.fromkeys(("auto", *tier_names("decode")))
     result = bench(
         cases,
@@ -100,8 +93,7 @@ def run(args: argparse.Namespace) -> int:
         kv_dtype=torch.float8_e4m3fn if args.kv_dtype else None,
     )
     print_report(result)
-    ours = [side for case in result["cases"] for side in case["sides"] if side["peer"] is None]
-    return 0 if all(side["right"] for side in ours) else 1
+    return exit_status(result)
 
 
 def _default_cases(args: argparse.Namespace) -> Sequence[str]:
@@ -116,7 +108,7 @@ def bench(
     peers: Sequence[str] = (),
     tiers: Sequence[str] = ("auto",),
     layout: str = "hnd",
-    repeats: int = _REPEATS,
+    repeats: int = REPEATS,
     host_times: bool = True,
     out: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -128,46 +120,30 @@ def bench(
     `dtype`.
     """
     started = time.perf_counter()
-    result: dict[str, Any] = {
-        "what": "bench decode",
-        "command": environment.command("python -m torch_attn_tiers", sys.argv[1:]),
-        "date": environment.now(),
-        "commit": environment.commit(),
-        "device": environment.device_report(device),
-        "versions": environment.versions(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "kv_dtype": str(kv_dtype or dtype).removeprefix("torch."),
-        "clock": clock.name,
-        "repeats": repeats,
-        "peers": list(peers),
-        "peer_labels": {peer.name: peer.label for peer in peer_module.PEERS.values()},
-        "complete": False,
-        "cases": [],
-    }
+    result = begin(
+        "bench decode",
+        clock,
+        device,
+        repeats,
+        peers,
+        peer_module.PEERS,
+        dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=str(kv_dtype or dtype).removeprefix("torch."),
+    )
     with torch.no_grad():
         if peers:
             say("compiling the peers that need it")
             chosen = [peer_module.PEERS[name] for name in peers]
             peer_module.compile_ahead(chosen, cases, dtype, device)
             result["compile_s"] = round(time.perf_counter() - started, 1)
-        rate = clock.copy_rate()
-        result["copy_tb_per_s"] = round(rate / 1e12, 4)
-        for case in cases:
-            since = time.perf_counter()
+
+        def measure(case: Case) -> dict[str, Any]:
             inputs = Inputs(case, dtype, device, clock.l2_bytes, kv_dtype)
-            row = _run_case(inputs, clock, peers, tiers, layout, repeats, host_times)
-            row["seconds"] = round(time.perf_counter() - since, 1)
-            judge_case(row, rate)
-            result["cases"].append(row)
-            say(_one_line(row))
-            write(result, out)
-            del inputs
-            free(device)
-    result["summary"] = summarize(result["cases"])
-    result["seconds"] = round(time.perf_counter() - started, 1)
-    result["complete"] = True
-    write(result, out)
-    return result
+            return _run_case(inputs, clock, peers, tiers, layout, repeats, host_times)
+
+        return run_cases(
+            result, cases, measure, judge_case, one_line, clock, device, started=started, out=out
+        )
 
 
 def _run_case(
@@ -266,12 +242,3 @@ def _check(side: Side, recording: Recording, row: dict[str, Any], inputs: Inputs
         row["error"] = round(error, 6)
     if not row["right"]:
         row["failure"] = f"wrong: relative error {error:.2g}, at most {side.tolerance} is right"
-
-
-def _one_line(row: dict[str, Any]) -> str:
-    medians = [
-        f"{side['side']} {statistics.median(side['us']):.1f}" + ("" if side["right"] else " WRONG")
-        for side in row["sides"]
-        if side["us"]
-    ]
-    return f"{row['case']} ({row['seconds']} s): " + ", ".join(medians)

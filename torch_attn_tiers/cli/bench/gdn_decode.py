@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -19,61 +17,54 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from torch_attn_tiers.cli import environment
 from torch_attn_tiers.cli.bench import gdn_decode_sides
 from torch_attn_tiers.cli.bench.clock import Clock, Recording, clock_for
 from torch_attn_tiers.cli.bench.gdn_decode_sides import CASES, StepCase, StepInputs, StepSide
-from torch_attn_tiers.cli.bench.report import best_sides, judge_case, number, summarize
-from torch_attn_tiers.cli.bench.running import free, in_words, names, say, write
+from torch_attn_tiers.cli.bench.report import best_sides, judge_case, number
+from torch_attn_tiers.cli.bench.running import (
+    REPEATS,
+    add_arguments,
+    begin,
+    check_repeats,
+    chosen_device,
+    exit_status,
+    in_words,
+    judge_errors,
+    names,
+    one_line,
+    run_cases,
+)
 from torch_attn_tiers.cli.console import console, print_table
 from torch_attn_tiers.tier import tier_names
-
-_REPEATS = 5
 
 
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "gdn_decode", help="one step under the gated delta rule", description=__doc__
     )
-    parser.add_argument(
-        "--peers",
-        nargs="?",
-        const="all",
-        default="",
-        metavar="NAMES",
-        help=f"measure others too: all, or some of {', '.join(gdn_decode_sides.PEERS)}",
-    )
     parser.add_argument("--cases", default=None, metavar="NAMES", help=", ".join(CASES))
     parser.add_argument(
         "--tier", default="auto", choices=("auto", *tier_names("gdn_decode")), help="of our sides"
     )
-    parser.add_argument(
-        "--repeats", type=int, default=_REPEATS, help=f"of every side, in turns; default {_REPEATS}"
-    )
-    parser.add_argument("--device", default=None)
-    parser.add_argument("--out", default=None, metavar="FILE", help="write the results as JSON")
+    add_arguments(parser, gdn_decode_sides.PEERS)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the table, writes the JSON; 1 if a side of ours failed or was wrong."""
-    device = environment.parse_device(args.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if args.repeats < 1:
-        raise SystemExit(f"--repeats {args.repeats}: it must be at least 1")
+    device = chosen_device(args.device)
+    repeats = check_repeats(args.repeats)
     result = bench(
         [CASES[name] for name in names(args.cases, CASES, "--cases", tuple(CASES))],
         clock_for(device),
         device,
         peers=names(args.peers or None, gdn_decode_sides.PEERS, "--peers", ()),
         tier=args.tier,
-        repeats=args.repeats,
+        repeats=repeats,
         out=args.out,
     )
     print_report(result)
-    mine = [side for row in result["cases"] for side in row["sides"] if side["peer"] is None]
-    return 0 if all(side["right"] for side in mine) else 1
+    return exit_status(result)
 
 
 def bench(
@@ -83,42 +74,31 @@ def bench(
     *,
     peers: Sequence[str] = (),
     tier: str = "auto",
-    repeats: int = _REPEATS,
+    repeats: int = REPEATS,
     out: str | None = None,
 ) -> dict[str, Any]:
     """Runs the cases and returns what `--out` writes."""
     started = time.perf_counter()
-    result: dict[str, Any] = {
-        "what": "bench gdn_decode",
-        "command": environment.command("python -m torch_attn_tiers", sys.argv[1:]),
-        "date": environment.now(),
-        "commit": environment.commit(),
-        "device": environment.device_report(device),
-        "versions": environment.versions(),
-        "clock": clock.name,
-        "repeats": repeats,
-        "peers": list(peers),
-        "peer_labels": {peer.name: peer.label for peer in gdn_decode_sides.PEERS.values()},
-        "complete": False,
-        "cases": [],
-    }
+    result = begin(
+        "bench gdn_decode",
+        clock,
+        device,
+        repeats,
+        peers,
+        gdn_decode_sides.PEERS,
+    )
     with torch.no_grad():
-        rate = clock.copy_rate()
-        result["copy_tb_per_s"] = round(rate / 1e12, 4)
-        for case in cases:
-            since = time.perf_counter()
-            row = _run_case(case, clock, device, peers, tier, repeats)
-            row["seconds"] = round(time.perf_counter() - since, 1)
-            judge_case(row, rate)
-            result["cases"].append(row)
-            say(_one_line(row))
-            write(result, out)
-            free(device)
-    result["summary"] = summarize(result["cases"])
-    result["seconds"] = round(time.perf_counter() - started, 1)
-    result["complete"] = True
-    write(result, out)
-    return result
+        return run_cases(
+            result,
+            cases,
+            lambda case: _run_case(case, clock, device, peers, tier, repeats),
+            judge_case,
+            lambda row: one_line(row, 2),
+            clock,
+            device,
+            started=started,
+            out=out,
+        )
 
 
 def _run_case(
@@ -202,20 +182,7 @@ def _check(side: StepSide, recording: Recording, row: dict[str, Any], inputs: St
     except Exception as failure:
         row["failure"] = in_words(failure)
         return
-    row["errors"] = {name: round(e, 6) for name, e in errors.items() if e == e}
-    row["right"] = all(error <= side.tolerance for error in errors.values())
-    if not row["right"]:
-        found = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
-        row["failure"] = f"wrong: relative errors {found}, at most {side.tolerance} is right"
-
-
-def _one_line(row: dict[str, Any]) -> str:
-    medians = [
-        f"{side['side']} {statistics.median(side['us']):.2f}" + ("" if side["right"] else " WRONG")
-        for side in row["sides"]
-        if side["us"]
-    ]
-    return f"{row['case']} ({row['seconds']} s): " + ", ".join(medians)
+    judge_errors(row, errors, side.tolerance)
 
 
 def print_report(result: dict[str, Any]) -> None:

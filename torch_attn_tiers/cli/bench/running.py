@@ -2,14 +2,66 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import pathlib
+import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+
+from torch_attn_tiers.cli import environment
+from torch_attn_tiers.cli.bench.clock import Clock
+from torch_attn_tiers.cli.bench.report import summarize
+
+REPEATS = 5
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, peers: Iterable[str], repeats: int | None = REPEATS
+) -> None:
+    """The options that every bench has; `repeats` is the default of its own."""
+    parser.add_argument(
+        "--peers",
+        nargs="?",
+        const="all",
+        default="",
+        metavar="NAMES",
+        help=f"measure others too: all, or some of {', '.join(peers)}",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=repeats,
+        help=f"of every side, in turns; default {REPEATS}",
+    )
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--out", default=None, metavar="FILE", help="write the results as JSON")
+
+
+def chosen_device(text: str | None) -> torch.device:
+    """The device of `--device`, which becomes the current one."""
+    device = environment.parse_device(text)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def check_repeats(repeats: int) -> int:
+    """The repeats, of which there is one at least."""
+    if repeats < 1:
+        raise SystemExit(f"--repeats {repeats}: it must be at least 1")
+    return repeats
+
+
+def exit_status(result: dict[str, Any]) -> int:
+    """1 if a side of ours failed or was wrong, else 0."""
+    sides = [side for row in result["cases"] for side in row["sides"]]
+    return 0 if all(side["right"] for side in sides if side["peer"] is None) else 1
 
 
 def names(
@@ -25,6 +77,79 @@ def names(
         if name not in known:
             raise SystemExit(f"{option}: {name!r} is none of {', '.join(known)}")
     return names
+
+
+def begin(
+    what: str,
+    clock: Clock,
+    device: torch.device,
+    repeats: int,
+    peers: Sequence[str],
+    known_peers: dict[str, Any],
+    **facts: Any,
+) -> dict[str, Any]:
+    """A result without cases."""
+    return {
+        **environment.header(what, "python -m torch_attn_tiers", sys.argv[1:], device),
+        **facts,
+        "clock": clock.name,
+        "repeats": repeats,
+        "peers": list(peers),
+        "peer_labels": {peer.name: peer.label for peer in known_peers.values()},
+        "complete": False,
+        "cases": [],
+    }
+
+
+def run_cases(
+    result: dict[str, Any],
+    cases: Iterable[Any],
+    measure: Callable[[Any], dict[str, Any]],
+    judge: Callable[[dict[str, Any], float], None],
+    tell: Callable[[dict[str, Any]], str],
+    clock: Clock,
+    device: torch.device,
+    *,
+    started: float,
+    out: str | None,
+) -> dict[str, Any]:
+    """The result with a judged row for each case and a summary; says and writes each row."""
+    rate = clock.copy_rate()
+    result["copy_tb_per_s"] = round(rate / 1e12, 4)
+    for case in cases:
+        since = time.perf_counter()
+        row = measure(case)
+        row["seconds"] = round(time.perf_counter() - since, 1)
+        judge(row, rate)
+        result["cases"].append(row)
+        say(tell(row))
+        write(result, out)
+        free(device)
+    result["summary"] = summarize(result["cases"])
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    result["complete"] = True
+    write(result, out)
+    return result
+
+
+def one_line(row: dict[str, Any], digits: int = 1) -> str:
+    """A case and the medians of its sides."""
+    medians = [
+        f"{side['side']} {statistics.median(side['us']):.{digits}f}"
+        + ("" if side["right"] else " WRONG")
+        for side in row["sides"]
+        if side["us"]
+    ]
+    return f"{row['case']} ({row['seconds']} s): " + ", ".join(medians)
+
+
+def judge_errors(row: dict[str, Any], errors: dict[str, float], tolerance: float) -> None:
+    """Says in a side's row whether all its errors are within the tolerance."""
+    row["errors"] = {name: round(e, 6) for name, e in errors.items() if e == e}
+    row["right"] = all(error <= tolerance for error in errors.values())
+    if not row["right"]:
+        found = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
+        row["failure"] = f"wrong: relative errors {found}, at most {tolerance} is right"
 
 
 def in_words(error: Exception) -> str:

@@ -74,13 +74,8 @@ class Session:
         self.workers = min(_MOST_WORKERS, os.cpu_count() or 1)
         self._begin = time.perf_counter()
         self.result: dict[str, Any] = {
-            "what": "tune",
+            **environment.header("tune", "python -m torch_attn_tiers", sys.argv[1:], device),
             "op": op,
-            "command": environment.command("python -m torch_attn_tiers", sys.argv[1:]),
-            "date": environment.now(),
-            "commit": environment.commit(),
-            "device": environment.device_report(device),
-            "versions": environment.versions(),
             "table_versions": ranking.versions(op),
             "clock": clock.name,
             "repeats": repeats,
