@@ -182,7 +182,38 @@ class DecodeProblem(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GdnProblem(Problem):
+class _DeltaRuleProblem(Problem):
+    """Tokens of one call under the gated delta rule, and their sizes."""
+
+    q: TensorFacts  # [B,T,Hq,K], T tokens (Sq in a decode step)
+    k: TensorFacts
+    v: TensorFacts  # [B,T,Hv,V]
+    g: TensorFacts  # [B,T,Hv]
+    beta: TensorFacts
+
+    @property
+    def B(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def Hq(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def Hv(self) -> int:
+        return self.v.shape[2]
+
+    @property
+    def K(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def V(self) -> int:
+        return self.v.shape[3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GdnProblem(_DeltaRuleProblem):
     """One ``gdn_chunk_prefill`` call, in canonical form.
 
     States and checkpoints are described V-first, as they lie in memory, whichever way the call asks
@@ -191,11 +222,6 @@ class GdnProblem(Problem):
     """
 
     op: str = "gdn_chunk_prefill"
-    q: TensorFacts  # [B,T,Hq,K]
-    k: TensorFacts
-    v: TensorFacts  # [B,T,Hv,V]
-    g: TensorFacts  # [B,T,Hv]
-    beta: TensorFacts
     initial_state: TensorFacts | None  # [N,Hv,V,K]; with a pool [P,Hv,V,K]
     #: int32 or int64; None if each row of the batch is a sequence.
     cu_seqlens_dtype: torch.dtype | None
@@ -215,28 +241,8 @@ class GdnProblem(Problem):
     state_v_first: bool = field(default=False, compare=False)
 
     @property
-    def B(self) -> int:
-        return self.q.shape[0]
-
-    @property
     def T(self) -> int:
         return self.q.shape[1]
-
-    @property
-    def Hq(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def Hv(self) -> int:
-        return self.v.shape[2]
-
-    @property
-    def K(self) -> int:
-        return self.q.shape[3]
-
-    @property
-    def V(self) -> int:
-        return self.v.shape[3]
 
     def describe(self) -> str:
         """The problem on one line. The traits have the names that serving runtimes give them."""
@@ -267,7 +273,7 @@ class GdnProblem(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GdnDecodeProblem(Problem):
+class GdnDecodeProblem(_DeltaRuleProblem):
     """One ``gdn_decode`` or ``gdn_decode_`` call, in canonical form.
 
     States are described V-first, whichever way the call asks for them, the default scale is filled
@@ -275,12 +281,7 @@ class GdnDecodeProblem(Problem):
     """
 
     op: str = "gdn_decode"
-    q: TensorFacts  # [B,Sq,Hq,K]
-    k: TensorFacts
-    v: TensorFacts  # [B,Sq,Hv,V]
-    g: TensorFacts  # [B,Sq,Hv]; with A_log what the model projects, before the gates' formula
-    beta: TensorFacts
-    A_log: TensorFacts | None  # [Hv]
+    A_log: TensorFacts | None  # [Hv]; g and beta are then before the gates' formula
     dt_bias: TensorFacts | None
     state: TensorFacts  # [P,Hv,V,K]
     #: The state is written where it is read from; else a new one is made.
@@ -293,28 +294,8 @@ class GdnDecodeProblem(Problem):
     state_v_first: bool = field(default=False, compare=False)
 
     @property
-    def B(self) -> int:
-        return self.q.shape[0]
-
-    @property
     def Sq(self) -> int:
         return self.q.shape[1]
-
-    @property
-    def Hq(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def Hv(self) -> int:
-        return self.v.shape[2]
-
-    @property
-    def K(self) -> int:
-        return self.q.shape[3]
-
-    @property
-    def V(self) -> int:
-        return self.v.shape[3]
 
     def describe(self) -> str:
         """The problem on one line."""
