@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,6 +30,18 @@ def copy_with_storage(tensor: torch.Tensor, device: Any = None) -> torch.Tensor:
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     storage = tensor.as_strided((size,), (1,), 0).to(device or tensor.device, copy=True)
     return storage.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def assert_only_written(before: torch.Tensor, after: torch.Tensor, places: Iterable[int]) -> None:
+    """What a call did not have to write is what it was, between the states as well."""
+    wiped = []
+    for tensor in (before, after):
+        copy = copy_with_storage(tensor)
+        for place in places:
+            copy[place] = 0
+        size = copy.untyped_storage().nbytes() // copy.element_size()
+        wiped.append(copy.as_strided((size,), (1,), 0))
+    assert same_bits(*wiped), "another place was written"
 
 
 @dataclasses.dataclass
@@ -109,21 +121,10 @@ class StepCall:
             assert (after if v_first else after.mT).is_contiguous()
             assert same_bits(call.state, before), "the state was written"
         else:
-            self._check_the_rest(call.state, expected.written)
+            assert_only_written(self.state, call.state, expected.written)
         for place, wanted in expected.written.items():
             got = after[place].mT if v_first else after[place]
             assert_gdn_close(got, wanted, inputs=q.dtype, what=f"state {place}")
-
-    def _check_the_rest(self, after: torch.Tensor, written: Mapping[int, Any]) -> None:
-        """What the call did not have to write is what it was, between the states as well."""
-        wiped = []
-        for tensor in (self.state, after):
-            copy = copy_with_storage(tensor)
-            for place in written:
-                copy[place] = 0
-            size = copy.untyped_storage().nbytes() // copy.element_size()
-            wiped.append(copy.as_strided((size,), (1,), 0))
-        assert same_bits(*wiped), "another place was written"
 
 
 def check_or_skip(call: StepCall, tier: str, must_run: frozenset[str] = frozenset()) -> None:

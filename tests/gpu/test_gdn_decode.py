@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
-from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 import torch_attn_tiers
@@ -28,6 +26,7 @@ from tests.conformance.test_gdn_decode import (  # noqa: F401  (collects them ag
     test_tokens_one_by_one_equal_one_call,
 )
 from tests.gpu.capturing import capture
+from tests.gpu.compiled_pools import check_compiled
 from tests.test_ops_gdn_decode import CASES as OPCHECK_CASES
 from tests.test_ops_gdn_decode import FORMS, _call
 from tests.tolerances import assert_gdn_close
@@ -218,34 +217,16 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize("form", ["gdn_decode_", "gdn_decode_.raw"])
 @pytest.mark.parametrize("each", [False, True])
 def test_compiled_step_is_one_graph_and_copies_no_pool(form: str, each: bool, maker: Make) -> None:
-    torch._dynamo.reset()
     m = maker()
-    model = Layer(m, form)
-    eager = Layer(m, form)
-    eager.load_state_dict(model.state_dict())
-    address = model.pools.data_ptr()
     reads, writes = m.integers([0, 1, 2]), m.integers([[0, 3], [1, 4], [2, 5]])
 
-    def run(i: int) -> None:
+    def arguments(i: int) -> tuple[Any, ...]:
         reads.copy_(m.integers([i, 5, -1]))
         writes.copy_(m.integers([[i, 8], [-1, 5], [-1, 7]]))
         args = (m.normal(3, 2, 2, 32), m.normal(3, 2, 4, 64), m.normal(3, 2, 4), reads)
-        args = (*args, writes if each else writes[:, 1])
-        expected = eager(*args)
-        torch.compiler.cudagraph_mark_step_begin()
-        torch.testing.assert_close(compiled(*args), expected, rtol=4e-3, atol=4e-3)
+        return (*args, writes if each else writes[:, 1])
 
-    with torch._inductor.config.patch({"triton.cudagraph_or_error": True}), torch.no_grad():
-        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-        _, codes = run_and_get_code(run, 0)
-        code = "\n".join(codes)
-        for shape in ("2, 9, 4, 64, 32", "9, 4, 64, 32"):
-            assert f"empty_strided_cuda(({shape})" not in code, "a pool is cloned"
-        for i in range(1, 5):
-            run(i)
-    assert model.pools.data_ptr() == address
-    torch.testing.assert_close(model.pools, eager.pools, rtol=4e-3, atol=4e-3)
-    torch._dynamo.reset()
+    check_compiled(Layer(m, form), Layer(m, form), arguments)
 
 
 @pytest.mark.parametrize("form,name", OPCHECK_CASES)

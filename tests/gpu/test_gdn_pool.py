@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
-from torch._inductor.utils import run_and_get_code
 from torch.library import opcheck
 
 import torch_attn_tiers
@@ -26,6 +24,7 @@ from tests.conformance.test_gdn_pool import (  # noqa: F401  (collects them agai
     test_kept_states_are_bits_of_the_checkpoints,
 )
 from tests.gpu.capturing import capture
+from tests.gpu.compiled_pools import check_compiled
 from tests.test_ops_gdn_pool import CALLS
 from tests.tolerances import assert_gdn_close
 
@@ -197,36 +196,19 @@ class Layer(torch.nn.Module):
 
 
 def test_compiled_step_is_one_graph_and_copies_no_pool(maker: Make) -> None:
-    torch._dynamo.reset()
     m = maker()
-    model, eager = Layer(m), Layer(m)
-    eager.load_state_dict(model.state_dict())
-    address = model.pools.data_ptr()
     reads, writes, lens, places = (m.integers([0, 1]) for _ in range(4))
     bounds = m.integers([0, 64, 150])
 
-    def run(i: int) -> None:
+    def arguments(i: int) -> tuple[Any, ...]:
         reads.copy_(m.integers([i, -1]))
         writes.copy_(m.integers([5, i]))
         lens.copy_(m.integers([64, 64 * (i % 2)]))
         places.copy_(m.integers([6, 7]))
         args = (m.normal(1, 150, 2, 32), m.normal(1, 150, 4, 64), m.normal(1, 150, 4))
-        args = (*args, reads, writes, lens, places, bounds)
-        expected = eager(*args)
-        torch.compiler.cudagraph_mark_step_begin()
-        torch.testing.assert_close(compiled(*args), expected, rtol=4e-3, atol=4e-3)
+        return (*args, reads, writes, lens, places, bounds)
 
-    with torch._inductor.config.patch({"triton.cudagraph_or_error": True}), torch.no_grad():
-        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-        _, codes = run_and_get_code(run, 0)
-        code = "\n".join(codes)
-        for shape in ("2, 9, 4, 64, 32", "9, 4, 64, 32"):
-            assert f"empty_strided_cuda(({shape})" not in code, "a pool is cloned"
-        for i in range(1, 5):
-            run(i)
-    assert model.pools.data_ptr() == address
-    torch.testing.assert_close(model.pools, eager.pools, rtol=4e-3, atol=4e-3)
-    torch._dynamo.reset()
+    check_compiled(Layer(m), Layer(m), arguments)
 
 
 @pytest.mark.parametrize("name", CALLS)
