@@ -16,9 +16,9 @@ from tests import oracle
 from tests.conformance.calls import Maker, poisoned_memory
 from tests.conformance.cases import CASES, Case
 from tests.tolerances import assert_close
+from torch_attn_tiers.tiers.decode import mea
 
 H200 = torch_attn_tiers.DeviceFacts.of("sm_90")
-mea = pytest.importorskip("torch_attn_tiers.tiers.decode.mea")
 
 
 def _kernel(
