@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -47,6 +48,11 @@ class DeviceFacts(NamedTuple):
     l2_bytes: int
     interpret: bool  # Triton's interpreter is on and this is the CPU
     name: str = ""  # "NVIDIA H200", as its driver says; empty for an invented device
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether it is one of NVIDIA's GPUs: AMD's are of the type "cuda" as well."""
+        return self.arch.startswith("sm_")
 
     @classmethod
     def of(cls, arch: str, index: int = 0) -> DeviceFacts:
@@ -139,6 +145,12 @@ def broadcast_facts(tensor: Tensor, leading: Sequence[int]) -> TensorFacts:
     own_stride = (0,) * missing + tuple(tensor.stride())
     stride = [0 if own == 1 != size else s for own, s, size in zip(own_shape, own_stride, shape)]
     return TensorFacts(shape, canonical_stride(shape, stride), tensor.dtype, is_aligned(tensor))
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether the package is installed. Imports nothing: that would take a second."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def device_facts(device: torch.device | str) -> DeviceFacts:

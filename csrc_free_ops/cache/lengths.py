@@ -8,25 +8,18 @@ graph may be replayed with others.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from csrc_free_ops.facts import DeviceFacts
+from csrc_free_ops.facts import DeviceFacts, has_triton
 
 if TYPE_CHECKING:
     from csrc_free_ops.launch import Launch
 
 _BLOCK = 2048  # elements of an output row that one program zeroes
 _ROWS = 256  # lengths that one program counts
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 class RowGuard:
@@ -61,7 +54,7 @@ class RowGuard:
         self.width = width
         self.counts_dtype = counts_dtype
         if use_triton is None:
-            use_triton = _has_triton() and (device.type == "cuda" or device.interpret)
+            use_triton = has_triton() and (device.type == "cuda" or device.interpret)
         self._count: Launch | None = None
         self._zero: Launch | None = None
         if use_triton and batch and width:

@@ -589,24 +589,19 @@ def _options(device: DeviceFacts, config: SplitKVConfig) -> dict[str, Any]:
     options: dict[str, Any] = dict(num_warps=config.num_warps)
     if _has_pdl(device):
         options["launch_pdl"] = True
-    if _is_nvidia(device) and config.max_registers is not None:
+    if device.is_nvidia and config.max_registers is not None:
         options["maxnreg"] = config.max_registers
     return options
 
 
 def _converts_float8(device: DeviceFacts) -> bool:
     """Whether the device has instructions from float8_e4m3fn to float16 (since Ada)."""
-    return _is_nvidia(device) and device.capability is not None and device.capability >= (8, 9)
-
-
-def _is_nvidia(device: DeviceFacts) -> bool:
-    """Whether the device is one of NVIDIA's (AMD's are called "cuda" as well)."""
-    return device.type == "cuda" and device.arch.startswith("sm_")
+    return device.is_nvidia and device.capability is not None and device.capability >= (8, 9)
 
 
 def _has_pdl(device: DeviceFacts) -> bool:
     """Whether a kernel may be launched before the one it depends on has ended (since Hopper)."""
-    return _is_nvidia(device) and device.capability is not None and device.capability >= (9, 0)
+    return device.is_nvidia and device.capability is not None and device.capability >= (9, 0)
 
 
 class SplitKVPlan:

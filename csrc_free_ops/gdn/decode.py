@@ -79,7 +79,7 @@ def plan_gdn_decode(
     is_dense = (
         state.stride[2:] == (K, 1) and V % config.bv == 0 and K * state.dtype.itemsize % 128 == 0
     )
-    has_pdl = device.arch.startswith("sm_") and (device.capability or (0, 0)) >= (9, 0)
+    has_pdl = device.is_nvidia and (device.capability or (0, 0)) >= (9, 0)
     ki = min(_pow2(K), config.lanes * 16 // state.dtype.itemsize)
 
     tensors = dict(
@@ -125,7 +125,7 @@ def _options(config: RecurrentConfig, device: DeviceFacts, has_pdl: bool) -> dic
     options: dict[str, Any] = dict(num_warps=config.num_warps)
     if has_pdl:
         options["launch_pdl"] = True
-    if config.max_registers is not None and device.arch.startswith("sm_"):
+    if config.max_registers is not None and device.is_nvidia:
         options["maxnreg"] = config.max_registers
     return options
 

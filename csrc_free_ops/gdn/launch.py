@@ -137,7 +137,7 @@ def plan_gdn(
     else:
         chunks = B * -(-T // C)
     exact = q.dtype is torch.float32
-    tensor_cores = device.arch.startswith("sm_")
+    tensor_cores = device.is_nvidia
     precision = "tf32x3" if exact and tensor_cores else "ieee"
     # Of T and U, computed in float32. TF32 has the 10 bits of float16 and 3 more than bfloat16.
     solve_precision = "ieee"

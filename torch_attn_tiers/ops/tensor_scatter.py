@@ -36,8 +36,6 @@ Example:
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 import itertools
 import logging
 from collections.abc import Sequence
@@ -47,7 +45,7 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops import reference
-from csrc_free_ops.facts import DeviceFacts, TensorFacts, device_facts, tensor_facts
+from csrc_free_ops.facts import DeviceFacts, TensorFacts, device_facts, has_triton, tensor_facts
 from torch_attn_tiers.dispatch import (
     Explanation,
     TierVerdict,
@@ -362,9 +360,9 @@ def _against_triton(problem: WriteProblem) -> list[str]:
     reasons = []
     if problem.device.type != "cuda":
         reasons.append(f"runs on CUDA devices, not on {problem.device.type}")
-    elif not problem.device.arch.startswith("sm_"):
+    elif not problem.device.is_nvidia:
         reasons.append("not run on AMD GPUs yet")
-    if not _triton_is_installed():
+    if not has_triton():
         reasons.append("the package triton is not installed")
     widest = max((cache.dtype for cache in problem.caches), key=lambda dtype: dtype.itemsize)
     if widest.itemsize > 8:
@@ -372,11 +370,6 @@ def _against_triton(problem: WriteProblem) -> list[str]:
     if problem in _unfit:
         reasons.append(_unfit[problem])
     return reasons
-
-
-@functools.cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _plan(problem: WriteProblem) -> _Write:

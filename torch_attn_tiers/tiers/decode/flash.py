@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from csrc_free_ops.facts import has_triton
 from torch_attn_tiers.problem import DecodeProblem, dtype_name
 from torch_attn_tiers.tier import Tier
+from torch_attn_tiers.tiers import triton_runs
 from torch_attn_tiers.tiers.decode.layout import DecodePlan, output_shape
 
 if TYPE_CHECKING:
     from csrc_free_ops.decode import SplitKVPlan
-
-
-@functools.cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _no_triton(problem: DecodeProblem) -> str | None:
-    return None if _triton_is_installed() else "the package triton is not installed"
-
-
-def _device(problem: DecodeProblem) -> str | None:
-    device = problem.device
-    if device.type == "cpu":
-        if not device.interpret:
-            return "no CPU kernel: runs there by Triton's interpreter only (TRITON_INTERPRET=1)"
-        if problem.requested != "flash":
-            return "Triton's interpreter runs on the CPU when asked for only, by tier='flash'"
-        return None
-    if device.type != "cuda":
-        return f"runs on CUDA and ROCm devices, not on {device.type}"
-    if not device.arch.startswith("sm_"):
-        if problem.requested != "flash":
-            return "not run on AMD GPUs yet: only when asked for by tier='flash'"
-        return None
-    if device.capability is not None and device.capability < (8, 0):
-        major, minor = device.capability
-        return f"needs compute capability 8.0 or newer, the device has {major}.{minor}"
-    return None
 
 
 def _dtype(problem: DecodeProblem) -> str | None:
@@ -59,12 +30,13 @@ def _qk_output(problem: DecodeProblem) -> str | None:
     return None if problem.qk_mode is None else "does not write qk_matmul_output"
 
 
-_BASICS = (_no_triton, _device, _dtype, _qk_output)
+_RUNS = (*triton_runs.predicates("flash"), _dtype)
+_BASICS = (*_RUNS, _qk_output)
 
 
 def _kernel_limits(problem: DecodeProblem) -> str | None:
     """What the kernel itself says, where it could run at all: importing Triton takes a second."""
-    if any(basic(problem) is not None for basic in (_no_triton, _device, _dtype)):
+    if any(basic(problem) is not None for basic in _RUNS):
         return None
     from csrc_free_ops.decode import unsupported
 
@@ -130,7 +102,7 @@ def _build(problem: DecodeProblem) -> DecodePlan:
 
 
 def _release() -> None:
-    if _triton_is_installed():
+    if has_triton():
         from csrc_free_ops.decode import release_captured_counters
 
         release_captured_counters()

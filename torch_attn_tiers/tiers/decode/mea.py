@@ -24,7 +24,7 @@ _MAX_GRID = 65535
 
 def _device(problem: DecodeProblem) -> str | None:
     capability = problem.device.capability
-    if not problem.device.arch.startswith("sm_") or capability is None or capability < (8, 0):
+    if not problem.device.is_nvidia or capability is None or capability < (8, 0):
         return "needs an NVIDIA GPU of compute capability 8.0 or newer"
     return None
 

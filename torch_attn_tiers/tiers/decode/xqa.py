@@ -120,7 +120,7 @@ def _library(problem: DecodeProblem) -> str | None:
 
 def _device(problem: DecodeProblem) -> str | None:
     capability = problem.device.capability
-    if not problem.device.arch.startswith("sm_") or capability is None:
+    if not problem.device.is_nvidia or capability is None:
         return "needs an NVIDIA GPU of compute capability 9.0, 10.x or 12.x"
     if capability[0] not in _MAJORS:
         major, minor = capability

@@ -69,7 +69,7 @@ def _library(problem: GdnProblem) -> str | None:
 
 def _device(problem: GdnProblem) -> str | None:
     capability = problem.device.capability
-    if not problem.device.arch.startswith("sm_") or capability is None:
+    if not problem.device.is_nvidia or capability is None:
         return f"needs an NVIDIA GPU of compute capability {_CAPABILITIES}"
     if capability not in _KERNELS:
         major, minor = capability

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torch_attn_tiers.problem import GdnProblem
 from torch_attn_tiers.tier import Plan, Tier
+from torch_attn_tiers.tiers import triton_runs
 
 if TYPE_CHECKING:
     from csrc_free_ops.gdn import GdnPlan
-
-
-@functools.cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _no_triton(problem: GdnProblem) -> str | None:
-    return None if _triton_is_installed() else "the package triton is not installed"
-
-
-def _device(problem: GdnProblem) -> str | None:
-    device = problem.device
-    if device.type == "cpu":
-        if not device.interpret:
-            return "no CPU kernel: runs there by Triton's interpreter only (TRITON_INTERPRET=1)"
-        if problem.requested != "triton":
-            return "Triton's interpreter runs on the CPU when asked for only, by tier='triton'"
-        return None
-    if device.type != "cuda":
-        return f"runs on CUDA and ROCm devices, not on {device.type}"
-    is_nvidia = device.arch.startswith("sm_")
-    if is_nvidia and device.capability is not None and device.capability < (8, 0):
-        major, minor = device.capability
-        return f"needs compute capability 8.0 or newer, the device has {major}.{minor}"
-    return None
 
 
 def _not_verified(problem: GdnProblem) -> str | None:
@@ -53,7 +26,13 @@ def _dtype(problem: GdnProblem) -> str | None:
     return None
 
 
-_BASICS = (_no_triton, _device, _not_verified, _dtype)
+_BASICS = (
+    triton_runs.no_triton,
+    triton_runs.device_type("triton"),
+    triton_runs.capability,
+    _not_verified,
+    _dtype,
+)
 
 
 def _kernel_limits(problem: GdnProblem) -> str | None:
