@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import json
 import pathlib
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,12 +16,13 @@ import torch
 
 import torch_attn_tiers
 from csrc_free_ops.facts import DeviceFacts
+from tests import fake_libraries
 from tests.test_dispatch import Invented
 from torch_attn_tiers import dispatch, explain, ranking, register_tier
 from torch_attn_tiers.cli import environment, main
-from torch_attn_tiers.cli.bench.cases import CASES, relative_error
+from torch_attn_tiers.cli.bench.cases import CASES
 from torch_attn_tiers.cli.bench.clock import CALLS_PER_GRAPH, Call, Clock, Recording, WallClock
-from torch_attn_tiers.cli.tune import building, session
+from torch_attn_tiers.cli.tune import building, decode, session
 from torch_attn_tiers.cli.tune.building import Build
 from torch_attn_tiers.cli.tune.decode import DecodePoint, grid
 from torch_attn_tiers.cli.tune.order import fastest_first, worst_ratios
@@ -89,9 +92,32 @@ def test_grid_has_kinds_for_every_group_head_size_and_windows() -> None:
     assert any(has_window for *_, has_window in kinds)
 
 
-def test_grid_begins_with_coarse_steps_in_the_common_kinds() -> None:
-    first = list(dict.fromkeys((p.G, p.D) for p in grid()))[:6]
-    assert first == [(4, 128), (8, 128), (1, 128), (8, 64), (8, 256), (2, 256)]
+def test_grid_begins_with_sizes_near_all_others_of_every_group_and_head_size(
+    tmp_path: pathlib.Path,
+) -> None:
+    kinds = set(itertools.product((1, 2, 4, 8, 16), (64, 128, 256)))
+    first = grid()[:88]
+    assert {(p.G, p.D) for p in first} == kinds and (first[0].G, first[0].D) == (4, 128)
+    part = ranking.section({_class(p): ["flash"] for p in first}, {"versions": {}})
+    table = ranking._Table(tmp_path / "nvidia_h200.json", "decode", part)
+    for point in grid():
+        is_first_kind = point.D == point.Dv and point.window < 0 and not point.is_float8
+        if is_first_kind and 2 <= point.rows <= 8 and point.octave < 17:
+            assert table.order(_class(point), ()).source.startswith("measured"), point
+
+
+def test_grid_has_a_few_classes_of_float8_caches_that_only_some_devices_can_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    float8 = [point for point in grid() if point.is_float8]
+    assert 0 < len(float8) <= 30 and grid().index(float8[0]) > 250
+    assert {str(_class(p)).split(" G=")[0] for p in float8} == {
+        "query=bfloat16 cache=float8_e4m3fn"
+    }
+    fake_libraries.install_xqa(monkeypatch)
+    for arch, takers in (("sm_90", ("flash",)), ("sm_100", ("xqa", "flash"))):
+        facts = DeviceFacts.of(arch)
+        assert {point.takers(facts) for point in float8} == {takers}
 
 
 def test_points_take_no_more_memory_than_two_sets_of_two_gib() -> None:
@@ -145,7 +171,8 @@ def test_inputs_rotate_over_caches_that_leave_the_l2_at_short_lengths() -> None:
 
 def test_caches_have_a_dtype_of_their_own() -> None:
     point = DecodePoint(3, 10, 4, 64, 64, cache_dtype=torch.float8_e4m3fn)
-    query, key, value, _ = point.call()[0]
+    query, key, value, _, mask, sinks, k_scale, v_scale = point.call()[0]
+    assert mask is sinks is None and k_scale is not None and v_scale is not None
     assert query is not None and query.dtype is torch.bfloat16
     assert key is not None and value is not None
     assert key.dtype is value.dtype is torch.float8_e4m3fn
@@ -172,10 +199,36 @@ def test_calls_force_the_tier_over_each_set_and_see_lengths_that_change() -> Non
         with torch_attn_tiers.record_dispatch() as records:
             out = calls[-1]()
         assert records[0].tier == "unfused" and records[0].problem.left_window == 20
-        assert relative_error(out, inputs.reference()) < 1e-6
+        assert inputs.error(out) < 1e-6
         results.append(out)
     assert not torch.equal(results[0], results[1])
     assert not torch.equal(calls[0](), calls[1]())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_results_are_checked_over_some_rows_and_heads(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rows and heads among them; what is not a number is found anywhere."""
+    point = DecodePoint(5, 7, 2, 16, 8, dtype=torch.float16, cache_dtype=dtype)
+    assert (point.B, point.Hkv) == (4, 8)
+    inputs = point.inputs(Memory(CPU), 1)
+    out = inputs.calls("unfused")[-1]()
+    whole = inputs.error(out)
+    monkeypatch.setattr(decode, "_MOST_CHECKED", 3 * point.T * (16 + 8))
+    with torch_attn_tiers.record_dispatch() as records:
+        assert inputs.error(out) < 2e-3 and whole < 2e-3
+    assert records[0].problem.key.shape[:2] == (1, 3)
+    wrong = out.clone()
+    wrong[0, -1] += 1
+    assert inputs.error(wrong) > 0.1
+    out[1, 1, 0, 0] = float("nan")
+    assert not inputs.error(out) <= 1
+
+
+def test_samples_are_spread_evenly_with_both_ends() -> None:
+    assert decode._spread(8, 3) == [0, 3, 7] and decode._spread(5, 99) == [0, 1, 2, 3, 4]
+    assert decode._spread(5, 0) == [0] and decode._spread(1, 4) == [0]
 
 
 def test_graphs_hold_fewer_calls_where_they_are_long() -> None:
@@ -460,30 +513,59 @@ def test_builds_are_by_tier_and_kind_and_not_of_what_a_process_keeps(
         ("a", 2), ("b", 2), ("c", 2), ("a", 1), ("b", 1), ("c", 1)
     ]  # fmt: skip
 
-    class InThisProcess(building.concurrent.futures.ThreadPoolExecutor):
-        def __init__(self, workers: int, mp_context: Any) -> None:
-            super().__init__(workers)
-
     monkeypatch.setattr(building.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
-    builds.append(Build("cudnn", POINTS, CPU))
     tiers["c"].failure = RuntimeError("no such instruction")
-    failures = building.compile_ahead(builds, workers=2)
+    failures = building.build_ahead(builds, [], workers=2)
     assert [tier.builds for tier in tiers.values()] == [3, 3, 3]
     assert len(failures) == 2 and all("no such instruction" in failure for failure in failures)
 
 
-def test_plans_are_made_before_anything_is_recorded(
-    tiers: dict[str, Right], folder: pathlib.Path
+class InThisProcess(building.concurrent.futures.ThreadPoolExecutor):
+    def __init__(self, workers: int, mp_context: Any) -> None:
+        super().__init__(workers)
+
+
+def test_slow_builds_are_the_first_that_other_processes_get(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    built: list[list[int]] = []
+    started: list[str] = []
+    monkeypatch.setattr(building.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(building, "prepare_all", lambda build: started.append(build.tier))
+    builds = [Build(tier, POINTS, CPU) for tier in ("flash", "xqa", "unfused", "xqa")]
+    assert building.build_ahead(builds, [], workers=1) == []
+    assert started == ["xqa", "xqa", "flash", "unfused"]
 
-    class Watching(Script):
-        def record(self, calls: Sequence[Call], *args: Any, **kwargs: Any) -> Recording:
-            built.append([tier.builds for tier in tiers.values()])
-            return super().record(calls, *args, **kwargs)
 
-    _session(folder, Watching(TIMES.__getitem__)).run(POINTS[:2])
-    assert built == [[2, 2, 2]] * 6
+def test_plans_that_only_this_process_can_use_are_made_while_others_compile(
+    tiers: dict[str, Right], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(building, "_WITHIN_A_PROCESS", {("decode", "a")})
+    made = threading.Event()
+
+    def slow(build: Build) -> str | None:
+        assert build.tier == "b" and made.wait(60)
+        return None
+
+    def prepare(point: DecodePoint, tier: str, device: torch.device) -> None:
+        order.append((tier, point))
+        if len(order) == 2:
+            made.set()
+            time.sleep(0.2)  # until the others see it
+
+    order: list[tuple[str, DecodePoint]] = []
+    monkeypatch.setattr(building, "prepare_all", slow)
+    monkeypatch.setattr(building, "prepare", prepare)
+    plans = [Build(tier, [point], CPU) for point in POINTS for tier in "ab"]
+    builds = [Build("a", POINTS, CPU), Build("b", POINTS, CPU)]
+    assert building.build_ahead(builds, plans, workers=1) == []
+    assert order == [("a", POINTS[0]), ("a", POINTS[1])]
+
+
+def test_result_says_what_the_time_went_to(folder: pathlib.Path, tiers: dict[str, Right]) -> None:
+    result = _session(folder).run(POINTS[:1])
+    assert result["spent"].keys() == {"inputs", "plans", "captures", "times", "checks"}
+    assert sum(result["spent"].values()) <= result["seconds"] + 0.5
 
 
 # -------------------------------------------------------------------------------------- the command

@@ -14,9 +14,13 @@ import torch
 import torch_attn_tiers
 from torch_attn_tiers.cli.bench.running import in_words
 from torch_attn_tiers.cli.tune.points import Point
+from torch_attn_tiers.tier import tiers_of
 
-#: Tiers whose builds leave nothing on disk that another process could use.
-_WITHIN_A_PROCESS = frozenset({"cudnn"})
+#: Tiers whose builds leave nothing on disk that another process could use. Their libraries hold
+#: Python's lock while they build, so that threads would not help either.
+_WITHIN_A_PROCESS = frozenset({("decode", "cudnn")})
+#: Plans made here while others compile: with those to come, no more than a process keeps.
+_MOST_PLANS = 256
 
 
 class Build(NamedTuple):
@@ -27,17 +31,29 @@ class Build(NamedTuple):
     device: torch.device
 
 
-def compile_ahead(builds: Iterable[Build], workers: int) -> list[str]:
-    """Compiles into the caches of the compilers, in other processes; returns what failed."""
-    wanted = [build for build in builds if build.tier not in _WITHIN_A_PROCESS]
+def build_ahead(builds: Iterable[Build], plans: Iterable[Build], workers: int) -> list[str]:
+    """Compiles into the caches of the compilers, in other processes; returns what failed.
+
+    Meanwhile this process makes ``plans``, the first ones first, of the tiers for which nobody else
+    can. A plan that fails will fail again where it is measured, and be reported.
+    """
+    elsewhere = sorted((build for build in builds if not _is_only_here(build)), key=_is_quick)
     os.environ.setdefault("MAX_JOBS", "2")  # of ninja, for each kernel that nvcc compiles
+    failures = []
     try:
         with concurrent.futures.ProcessPoolExecutor(
-            max(1, min(workers, len(wanted))), mp_context=multiprocessing.get_context("spawn")
+            max(1, min(workers, len(elsewhere))), mp_context=multiprocessing.get_context("spawn")
         ) as pool:
-            return [failure for failure in pool.map(prepare_all, wanted) if failure is not None]
+            compiled = [pool.submit(prepare_all, build) for build in elsewhere]
+            here = [(p, plan) for plan in plans if _is_only_here(plan) for p in plan.points]
+            for point, plan in here[:_MOST_PLANS]:
+                if all(one.done() for one in compiled):
+                    break
+                prepare(point, plan.tier, plan.device)
+            failures = [one.result() for one in compiled]
     except BrokenProcessPool as error:  # this process then compiles what is missing
-        return [in_words(error)]
+        failures.append(in_words(error))
+    return [failure for failure in failures if failure is not None]
 
 
 def prepare_all(build: Build) -> str | None:
@@ -45,23 +61,27 @@ def prepare_all(build: Build) -> str | None:
     failures = [
         failure
         for point in build.points
-        if (failure := _prepare(point, build.tier, build.device)) is not None
+        if (failure := prepare(point, build.tier, build.device)) is not None
     ]
     return f"{build.tier}: {failures[0]}" if failures else None
 
 
-def plan_ahead(builds: Iterable[Build], workers: int) -> None:
-    """Makes the plans of this process, in threads. What fails will fail again, and be reported."""
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        for build in builds:
-            for point in build.points:
-                pool.submit(_prepare, point, build.tier, build.device)
-
-
-def _prepare(point: Point, tier: str, device: torch.device) -> str | None:
+def prepare(point: Point, tier: str, device: torch.device) -> str | None:
+    """Makes the plan of a point; what failed, in words."""
     tensors, scalars = point.call()
     try:
         torch_attn_tiers.prepare(point.op, *tensors, device=device, tier=tier, **scalars)
     except Exception as error:
         return in_words(error)
     return None
+
+
+def _is_only_here(build: Build) -> bool:
+    return (build.points[0].op, build.tier) in _WITHIN_A_PROCESS
+
+
+def _is_quick(build: Build) -> bool:
+    """The slow ones come first: all else is then compiled beside them."""
+    return not any(
+        tier.slow_build for tier in tiers_of(build.points[0].op) if tier.name == build.tier
+    )

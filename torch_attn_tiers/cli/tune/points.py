@@ -78,8 +78,9 @@ class Inputs(ABC):
         """Changes the lengths in place: one of the point's ``LENGTHS``."""
 
     @abstractmethod
-    def reference(self) -> Tensor:
-        """What the call over the last set is to return, in float32."""
+    def error(self, output: Tensor) -> float:
+        """Relative Frobenius error of what the call over the last set has returned, over a sample
+        of it; NaN if any of it is."""
 
 
 class Point(ABC):

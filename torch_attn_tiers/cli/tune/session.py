@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -10,7 +11,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,9 @@ import torch_attn_tiers
 from csrc_free_ops.facts import device_facts
 from torch_attn_tiers import ranking
 from torch_attn_tiers.cli import environment
-from torch_attn_tiers.cli.bench.cases import relative_error
 from torch_attn_tiers.cli.bench.clock import CALLS_PER_GRAPH, Clock, Recording
 from torch_attn_tiers.cli.bench.running import free, in_words, say
-from torch_attn_tiers.cli.tune.building import Build, compile_ahead, plan_ahead
+from torch_attn_tiers.cli.tune.building import Build, build_ahead, prepare
 from torch_attn_tiers.cli.tune.order import fastest_first, worst_ratios
 from torch_attn_tiers.cli.tune.points import Inputs, Memory, Point
 from torch_attn_tiers.ranking import ProblemClass
@@ -72,6 +72,8 @@ class Session:
         self.repeats, self.budget_s = repeats, budget_s
         self.memory = Memory(device)
         self.workers = min(_MOST_WORKERS, os.cpu_count() or 1)
+        #: Seconds by what they went to.
+        self.spent: dict[str, float] = {}
         self._begin = time.perf_counter()
         self.result: dict[str, Any] = {
             **environment.header("tune", "python -m torch_attn_tiers", sys.argv[1:], device),
@@ -96,7 +98,8 @@ class Session:
         work = [one for one in self._work(points) if str(one.problem_class) not in measured]
         say(f"{len(work)} classes to measure, {len(measured)} are in {self.out}")
         if self.device.type == "cuda" and work:
-            self._compile_ahead(work)
+            with self._counted("build ahead"):
+                self._build_ahead(work)
         left = len(work)
         with torch.no_grad():
             for _kind, group in itertools.groupby(work, lambda one: one.problem_class.kind):
@@ -104,8 +107,10 @@ class Session:
                     break
                 left -= self._batch(list(group))
                 self._write(complete=False)
+        free(self.device)
         if self.result["rows"]:
             self._write(complete=left == 0)
+        say(f"seconds: {', '.join(f'{name} {s:.1f}' for name, s in self.spent.items())}")
         if left:
             say(f"out of time: {left} classes are left; the same command goes on with them")
         return self.result
@@ -126,14 +131,22 @@ class Session:
                 found.setdefault(problem_class, Work(point, problem_class, tiers))
         return list(found.values())
 
-    def _compile_ahead(self, work: Sequence[Work]) -> None:
-        for failure in compile_ahead(_builds(work, self.device), self.workers):
+    @contextlib.contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent[what] = self.spent.get(what, 0.0) + time.perf_counter() - begin
+
+    def _build_ahead(self, work: Sequence[Work]) -> None:
+        plans = [Build(tier, [one.point], self.device) for one in work for tier in one.tiers]
+        for failure in build_ahead(_builds(work, self.device), plans, self.workers):
             say(f"not compiled: {failure}")
         say(f"[{self.seconds:4.0f} s] kernels compiled")
 
     def _batch(self, work: Sequence[Work]) -> int:
         """Measures the classes of one kind, as many as there is time for; returns how many."""
-        plan_ahead(_builds(work, self.device), self.workers)
         firsts: collections.Counter[str] = collections.Counter()
         count = 0
         for one in work:
@@ -146,7 +159,6 @@ class Session:
             self.result["rows"].append(row)
             firsts[row["order"][0]] += 1
             count += 1
-        free(self.device)
         counts = ", ".join(f"{tier} {n}" for tier, n in firsts.most_common())
         kind = work[0].problem_class.kind_in_words()
         say(f"[{self.seconds:4.0f} s] {kind}: {count} classes, first {counts or '-'}")
@@ -155,27 +167,36 @@ class Session:
     def _measure(self, one: Work) -> dict[str, Any]:
         """Times every tier at every length, in turns, and orders them."""
         point = one.point
-        inputs = point.inputs(self.memory, self.clock.l2_bytes)
+        with self._counted("inputs"):
+            inputs = point.inputs(self.memory, self.clock.l2_bytes)
         tiers: dict[str, dict[str, Any]] = {name: {"tier": name, "us": {}} for name in one.tiers}
         recordings: dict[str, Recording] = {}
         for name, tier in tiers.items():
+            with self._counted("plans"):
+                failure = prepare(point, name, self.device)
             try:
-                recordings[name] = self.clock.record(
-                    inputs.calls(name), calls_per_graph=_calls_per_graph(inputs)
-                )
+                if failure is None:
+                    with self._counted("captures"):
+                        recordings[name] = self.clock.record(
+                            inputs.calls(name), calls_per_graph=_calls_per_graph(inputs)
+                        )
             except Exception as error:
-                tier["failure"] = in_words(error)
+                failure = in_words(error)
+            if failure is not None:
+                tier["failure"] = failure
         for lengths in point.LENGTHS:
-            inputs.set_lengths(lengths)
-            for recording in recordings.values():
-                recording.settle()
-            times: dict[str, list[float]] = {name: [] for name in recordings}
-            for _ in range(self.repeats):
-                for name, recording in recordings.items():
-                    times[name].append(round(recording.measure(), 3))
+            with self._counted("times"):
+                inputs.set_lengths(lengths)
+                for recording in recordings.values():
+                    recording.settle()
+                times: dict[str, list[float]] = {name: [] for name in recordings}
+                for _ in range(self.repeats):
+                    for name, recording in recordings.items():
+                        times[name].append(round(recording.measure(), 3))
             for name in recordings:
                 tiers[name]["us"][lengths] = times[name]
-            _check(recordings, tiers, inputs, point.tolerance, lengths)
+            with self._counted("checks"):
+                _check(recordings, tiers, inputs, point.tolerance, lengths)
         recordings.clear()
         torch_attn_tiers.release_captured_plans()
         row = {
@@ -200,6 +221,7 @@ class Session:
     def _write(self, complete: bool) -> None:
         self.result["complete"] = complete
         self.result["seconds"] = round(self.seconds, 1)
+        self.result["spent"] = {name: round(s, 1) for name, s in self.spent.items()}
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(_dumped(self.result))
         write_table(self.table, self.result)
@@ -270,11 +292,10 @@ def _check(
     lengths: str,
 ) -> None:
     """Runs what was timed over a poisoned output; a wrong result counts as a failure."""
-    expected = inputs.reference()
     for name, recording in recordings.items():
         recording.output.fill_(float("nan"))
         recording.run()
-        error = relative_error(recording.output, expected)
+        error = inputs.error(recording.output)
         if not error <= tolerance:
             tiers[name]["failure"] = f"wrong at {lengths} lengths: relative error {error:.2g}"
 
