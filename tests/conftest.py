@@ -88,16 +88,20 @@ def must_run(pytestconfig: pytest.Config) -> frozenset[str]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _checked_memory() -> Iterator[None]:
-    """An interpreted kernel that touches memory outside of its tensors fails its test."""
+    """An interpreted kernel that touches memory outside of its tensors fails its test.
+
+    The interpreter is also made faster, for what it computes anew and need not.
+    """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
     try:
         from tests.interpreted_memory import check_memory
+        from tests.interpreter_speed import without_repeated_work
     except ImportError:  # no Triton on this platform
         yield
         return
-    with check_memory():
+    with check_memory(), without_repeated_work():
         yield
 
 
