@@ -315,9 +315,9 @@ def test_table_of_other_operators_is_none_of_this_one(
 
 def test_operator_that_tables_do_not_rank_has_the_cascades_order(write: Write) -> None:
     write({}, CPU)
-    q, g = torch.zeros(1, 4, 1, 16), torch.zeros(1, 4, 1)
-    explanation = explain("gdn_chunk_prefill", q, q, q, g, g, device="cpu")
-    assert explanation.order == "the cascade's, no table for gdn_chunk_prefill on cpu"
+    q, g, state = torch.zeros(1, 4, 1, 16), torch.zeros(1, 4, 1), torch.zeros(1, 1, 16, 16)
+    explanation = explain("gdn_decode", q, q, q, g, g, state, device="cpu")
+    assert explanation.order == "the cascade's, no table for gdn_decode on cpu"
 
 
 def test_threads_read_a_table_once(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from torch_attn_tiers.cli.tune import building, decode, session
 from torch_attn_tiers.cli.tune.building import Build
 from torch_attn_tiers.cli.tune.decode import DecodePoint, grid
 from torch_attn_tiers.cli.tune.order import fastest_first, worst_ratios
-from torch_attn_tiers.cli.tune.points import Memory
+from torch_attn_tiers.cli.tune.points import Memory, spread
 from torch_attn_tiers.cli.tune.session import Session
 from torch_attn_tiers.tier import tiers_of
 
@@ -194,7 +194,7 @@ def test_calls_force_the_tier_over_each_set_and_see_lengths_that_change() -> Non
     inputs = point.inputs(Memory(CPU), 1)
     calls = inputs.calls("unfused")
     results = []
-    for name in point.LENGTHS:
+    for name in point.length_names:
         inputs.set_lengths(name)
         with torch_attn_tiers.record_dispatch() as records:
             out = calls[-1]()
@@ -227,8 +227,8 @@ def test_results_are_checked_over_some_rows_and_heads(
 
 
 def test_samples_are_spread_evenly_with_both_ends() -> None:
-    assert decode._spread(8, 3) == [0, 3, 7] and decode._spread(5, 99) == [0, 1, 2, 3, 4]
-    assert decode._spread(5, 0) == [0] and decode._spread(1, 4) == [0]
+    assert spread(8, 3) == [0, 3, 7] and spread(5, 99) == [0, 1, 2, 3, 4]
+    assert spread(5, 0) == [0] and spread(1, 4) == [0]
 
 
 def test_graphs_hold_fewer_calls_where_they_are_long() -> None:
@@ -300,7 +300,10 @@ class ScriptedRecording(Recording):
     def run(self) -> None:
         out = self._calls[-1]()
         if hasattr(self, "output"):
-            self.output.copy_(out)  # a graph writes where it wrote before
+            outs = out if isinstance(out, tuple) else (out,)
+            kept = self.output if isinstance(out, tuple) else (self.output,)
+            for old, new in zip(kept, outs):
+                old.copy_(new)  # a graph writes where it wrote before
         else:
             self.output = out
 

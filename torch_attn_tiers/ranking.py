@@ -27,7 +27,13 @@ import torch
 
 from csrc_free_ops import KERNEL_REVISIONS
 from csrc_free_ops.facts import DeviceFacts
-from torch_attn_tiers.problem import DecodeProblem, Problem, dtype_name, library_versions
+from torch_attn_tiers.problem import (
+    DecodeProblem,
+    GdnProblem,
+    Problem,
+    dtype_name,
+    library_versions,
+)
 from torch_attn_tiers.tier import Tier
 
 log = logging.getLogger("torch_attn_tiers")
@@ -38,7 +44,10 @@ _CASCADES = "the cascade's"
 #: A size of a problem and that of its class differ by a factor of at most 2 ** this.
 _FARTHEST = 2
 #: Libraries whose versions a table of an operator depends on, besides PyTorch and Triton.
-_LIBRARIES = {"decode": ("nvidia-cudnn-frontend", "flashinfer-python")}
+_LIBRARIES = {
+    "decode": ("nvidia-cudnn-frontend", "flashinfer-python"),
+    "gdn_chunk_prefill": ("flashinfer-python", "nvidia-cutlass-dsl"),  # the second compiles
+}
 
 
 class Order(NamedTuple):
@@ -109,13 +118,33 @@ def _read_decode(problem: DecodeProblem) -> tuple[tuple[int | str, ...], tuple[i
     return kind, (B * Hkv, T)
 
 
-#: Of the operators that tables rank. Rows are pairs of a batch row and a KV head.
+def _read_gdn(problem: GdnProblem) -> tuple[tuple[int | str, ...], tuple[int, ...]]:
+    """Kernels work on rows of their own and carry a state along each: how many, and how long."""
+    kind = (
+        _dtype_name(problem.q.dtype),
+        _ceiling(problem.K),
+        _ceiling(problem.V),
+        "pool" if problem.pool is not None else problem.h_layout or "no",
+        "yes" if problem.batch_invariant else "no",
+    )
+    N = problem.N
+    return kind, (N * problem.Hv, problem.B * problem.T // max(N, 1))
+
+
+#: Of the operators that tables rank. Rows are pairs of a batch row and a KV head, or of a sequence
+#: and a value head; tokens are those of a sequence if all have as many.
 _SCHEMES = {
     "decode": _Scheme(
         ("query", "cache", "G", "D", "Dv", "window", "Sq"),
         ("rows", "T"),
         _read_decode,
         ((0, 9), (7, 17)),
+    ),
+    "gdn_chunk_prefill": _Scheme(
+        ("dtype", "K", "V", "h", "batch_invariant"),
+        ("rows", "tokens"),
+        _read_gdn,
+        ((3, 9), (7, 14)),
     ),
 }
 

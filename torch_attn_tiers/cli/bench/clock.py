@@ -7,10 +7,12 @@ import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-Call = Callable[[], torch.Tensor]
+#: Returns a tensor, or a tuple of some.
+Call = Callable[[], Any]
 
 CALLS_PER_GRAPH = 40
 _WINDOW_US = 2000.0  # a timed window is at least this long: graph launches then weigh little
@@ -21,7 +23,7 @@ class Recording(ABC):
     """A fixed sequence of calls that can be run again and again."""
 
     calls: int
-    output: torch.Tensor  # what the last call of the sequence writes
+    output: Any  # what the last call of the sequence writes
 
     @abstractmethod
     def run(self) -> None:
@@ -70,7 +72,7 @@ def clock_for(device: torch.device) -> Clock:
 
 
 class _GraphRecording(Recording):
-    def __init__(self, graph: torch.cuda.CUDAGraph, calls: int, output: torch.Tensor) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, calls: int, output: Any) -> None:
         self.calls = calls
         self.output = output
         self._graph = graph

@@ -1,8 +1,10 @@
 """`tune`: measures the tiers over a grid of problem classes, and writes the order of each class.
 
 Every tier that can take a point is forced in turn, over the same inputs, as a captured graph that
-rotates over several caches; what it does around its kernel is in the time. The order of a class is
-by the worst ratio to the best over three lengths: full, evenly from T/16 to T, and T/32.
+rotates over several sets of them; what it does around its kernel is in the time. The order of a
+class is by the worst ratio to the best over several lengths. Of a cache: full, evenly from T/16 to
+T, and T/32. Of prompts: alike, evenly from a 16th of the mean to nearly twice it, and half as long
+as the memory for them.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ import torch
 from torch_attn_tiers import ranking
 from torch_attn_tiers.cli import environment
 from torch_attn_tiers.cli.bench.clock import clock_for
-from torch_attn_tiers.cli.tune import decode
+from torch_attn_tiers.cli.tune import decode, gdn
 from torch_attn_tiers.cli.tune.points import Point
 from torch_attn_tiers.cli.tune.session import Session, device_table
 
 #: Operators, and what they are measured on.
-GRIDS: dict[str, Callable[[], Sequence[Point]]] = {"decode": decode.grid}
+GRIDS: dict[str, Callable[[], Sequence[Point]]] = {
+    "decode": decode.grid,
+    "gdn_chunk_prefill": gdn.grid,
+}
 _REPEATS = 3
 
 

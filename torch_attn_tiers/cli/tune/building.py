@@ -16,9 +16,9 @@ from torch_attn_tiers.cli.bench.running import in_words
 from torch_attn_tiers.cli.tune.points import Point
 from torch_attn_tiers.tier import tiers_of
 
-#: Tiers whose builds leave nothing on disk that another process could use. Their libraries hold
-#: Python's lock while they build, so that threads would not help either.
-_WITHIN_A_PROCESS = frozenset({("decode", "cudnn")})
+#: Tiers whose builds leave nothing on disk that another process could use. cuDNN's frontend holds
+#: Python's lock while it builds, so that threads would not help either.
+_WITHIN_A_PROCESS = frozenset({("decode", "cudnn"), ("gdn_chunk_prefill", "flashinfer")})
 #: Plans made here while others compile: with those to come, no more than a process keeps.
 _MOST_PLANS = 256
 
@@ -70,7 +70,7 @@ def prepare(point: Point, tier: str, device: torch.device) -> str | None:
     """Makes the plan of a point; what failed, in words."""
     tensors, scalars = point.call()
     try:
-        torch_attn_tiers.prepare(point.op, *tensors, device=device, tier=tier, **scalars)
+        torch_attn_tiers.prepare(point.overload, *tensors, device=device, tier=tier, **scalars)
     except Exception as error:
         return in_words(error)
     return None

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_attn_tiers.cli.bench.cases import relative_error
 from torch_attn_tiers.cli.bench.clock import Call
 from torch_attn_tiers.cli.bench.sides import PEER_TOLERANCE
-from torch_attn_tiers.cli.tune.points import Inputs, Memory, Point
+from torch_attn_tiers.cli.tune.points import Inputs, Memory, Point, spread
 
 #: K and V of a point: beyond it a call is a matter of bytes alone.
 _MOST_CACHE_BYTES = 1 << 31
@@ -33,7 +33,7 @@ class DecodePoint(Point):
     """A decode step over ``2**rows`` rows of (sequence, KV head)."""
 
     op = "decode"
-    LENGTHS = ("full", "uniform", "short")
+    length_names = ("full", "uniform", "short")
     tolerance = PEER_TOLERANCE
 
     #: Exponents of the powers of two that rows and capacity are near.
@@ -154,8 +154,8 @@ class _DecodeInputs(Inputs):
             return float("nan")
         query, key, value = self._tensors[-1]
         size = point.T * (point.D + point.Dv)
-        heads = _spread(point.Hkv, _MOST_CHECKED // size)
-        rows = _spread(point.B, _MOST_CHECKED // (size * len(heads)))
+        heads = spread(point.Hkv, _MOST_CHECKED // size)
+        rows = spread(point.B, _MOST_CHECKED // (size * len(heads)))
         k_scale, v_scale = _SCALES if point.is_float8 else (1.0, 1.0)
         expected = torch.ops.attn_tiers.decode(
             _sample(query, rows, heads, point.G).float(),
@@ -166,12 +166,6 @@ class _DecodeInputs(Inputs):
             tier="unfused",
         )
         return relative_error(_sample(output, rows, heads, point.G), expected)
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """At most so many of the indices below ``count``, but one at least: evenly, the ends first."""
-    wanted = max(1, min(count, most))
-    return [(count - 1) * i // max(1, wanted - 1) for i in range(wanted)]
 
 
 def _sample(tensor: Tensor, rows: Sequence[int], heads: Sequence[int], G: int) -> Tensor:

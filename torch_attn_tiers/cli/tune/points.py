@@ -75,22 +75,36 @@ class Inputs(ABC):
 
     @abstractmethod
     def set_lengths(self, name: str) -> None:
-        """Changes the lengths in place: one of the point's ``LENGTHS``."""
+        """Changes the lengths in place: one of the point's ``length_names``."""
 
     @abstractmethod
-    def error(self, output: Tensor) -> float:
+    def error(self, output: Any) -> float:
         """Relative Frobenius error of what the call over the last set has returned, over a sample
         of it; NaN if any of it is."""
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most so many of the indices below ``count``, but one at least: evenly, the ends first."""
+    wanted = max(1, min(count, most))
+    return [(count - 1) * i // max(1, wanted - 1) for i in range(wanted)]
 
 
 class Point(ABC):
     """One problem of a grid. Its parts can be pickled."""
 
     op: ClassVar[str]
-    #: Names of the lengths that it is measured at.
-    LENGTHS: ClassVar[tuple[str, ...]]
     #: Relative error above which a result is wrong.
     tolerance: float
+
+    @property
+    @abstractmethod
+    def length_names(self) -> tuple[str, ...]:
+        """Names of the lengths that it is measured at."""
+
+    @property
+    def overload(self) -> str:
+        """The operator as ``explain`` and ``prepare`` name it."""
+        return self.op
 
     @abstractmethod
     def call(self) -> tuple[list[Tensor | None], dict[str, Any]]:
@@ -99,7 +113,7 @@ class Point(ABC):
     def problem_class(self, device: torch.device) -> ProblemClass:
         """The class that the point stands for."""
         tensors, scalars = self.call()
-        explanation = torch_attn_tiers.explain(self.op, *tensors, device=device, **scalars)
+        explanation = torch_attn_tiers.explain(self.overload, *tensors, device=device, **scalars)
         return ranking.class_of(explanation.problem)
 
     def takers(self, device: torch.device) -> tuple[str, ...]:
@@ -110,7 +124,7 @@ class Point(ABC):
             name
             for name in names
             if torch_attn_tiers.explain(
-                self.op, *tensors, device=device, tier=name, **scalars
+                self.overload, *tensors, device=device, tier=name, **scalars
             ).chosen
         )
 

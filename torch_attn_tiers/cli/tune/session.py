@@ -184,7 +184,7 @@ class Session:
                 failure = in_words(error)
             if failure is not None:
                 tier["failure"] = failure
-        for lengths in point.LENGTHS:
+        for lengths in point.length_names:
             with self._counted("times"):
                 inputs.set_lengths(lengths)
                 for recording in recordings.values():
@@ -293,11 +293,18 @@ def _check(
 ) -> None:
     """Runs what was timed over a poisoned output; a wrong result counts as a failure."""
     for name, recording in recordings.items():
-        recording.output.fill_(float("nan"))
+        _poison(recording.output)
         recording.run()
         error = inputs.error(recording.output)
         if not error <= tolerance:
             tiers[name]["failure"] = f"wrong at {lengths} lengths: relative error {error:.2g}"
+
+
+def _poison(output: Any) -> None:
+    """Makes a result NaN, or all tensors of one that can be."""
+    for tensor in output if isinstance(output, tuple) else (output,):
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
 
 
 def device_table(device: torch.device) -> str:
