@@ -110,7 +110,8 @@ class Session:
         free(self.device)
         if self.result["rows"]:
             self._write(complete=left == 0)
-        say(f"seconds: {', '.join(f'{name} {s:.1f}' for name, s in self.spent.items())}")
+        if self.spent:
+            say(f"seconds: {', '.join(f'{name} {s:.1f}' for name, s in self.spent.items())}")
         if left:
             say(f"out of time: {left} classes are left; the same command goes on with them")
         return self.result
