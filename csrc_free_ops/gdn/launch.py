@@ -205,6 +205,8 @@ def plan_gdn(
             HAS_STATE=state is not None, HAS_FINAL=output_final_state,
             H_LAYOUT=_H_LAYOUTS[h_layout], HAS_POOL=pool is not None,
             HAS_TRACK=pool is not None and pool.track_lens is not None,
+            # More tokens in a chunk than keys are independent: D answers to errors of itself.
+            TWO_TERMS=K <= C // 2 and not exact,
         ),
         options=_options(config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip
@@ -216,7 +218,7 @@ def plan_gdn(
         sequences,
         chunks,
         (chunks, Hv, 2, C, C),
-        (chunks, Hv, C),
+        (chunks, Hv, 2, C),
         (chunks, Hq, 2, C) if qk_l2norm else (0,),
     )
 

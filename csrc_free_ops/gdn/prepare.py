@@ -8,7 +8,9 @@ For each chunk of 64 tokens and each value head, with ``decay[t,s] = exp(g[s+1] 
     U = scale (decay * (Q K^T)) T       what its own tokens read of each other's values
 
 besides decays since the start of the chunk and, with ``qk_l2norm``, the factors that normalise q
-and k: what the scan would otherwise compute again for each tile of V.
+and k: what the scan would otherwise compute again for each tile of V. The diagonal of T is beta: W
+is stored without its own, which goes into a row of float32, so that what a token writes of its own
+value is rounded once.
 
 A program is one chunk of HEADS value heads, which share the tiles of a head of q and k. With
 four warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one
@@ -177,7 +179,7 @@ def _zero_padding(
 def prepare_kernel(
     q, k, g, beta, cu_seqlens, chunk_starts,
     weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
-    decays,  # out, float32 [chunks, HV, C]: decay since the start of the chunk
+    decays,  # out, float32 [chunks, HV, 2, C]: decay since the start of the chunk; W's diagonal
     norms,  # out, float32 [chunks, HQ, 2, C]: factors of q and of k
     out,  # tokens of no sequence are set to zero
     tokens, sequences, scale,
@@ -252,11 +254,14 @@ def prepare_kernel(
         T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION)
         T *= strength[None, :]
         W_at = weights + (chunk * HV + h) * (2 * C * C) + r[:, None] * C + r[None, :]
-        tl.store(W_at, (to_end[:, None] * T).to(weights.dtype.element_ty))
+        W = tl.where(r[:, None] == r[None, :], 0.0, to_end[:, None] * T)
+        tl.store(W_at, W.to(weights.dtype.element_ty))
         QK = _product(
             q, k, q_tile, k_tile, q_factor, k_factor, r, token_ok, q_stride_t, q_stride_d,
             k_stride_t, k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE,
         )  # fmt: skip
         U = tl.dot(decay * QK * scale, T, input_precision=SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
-        tl.store(decays + (chunk * HV + h) * C + r, tl.exp2(G))
+        decays_at = decays + (chunk * HV + h) * (2 * C) + r
+        tl.store(decays_at, tl.exp2(G))
+        tl.store(decays_at + C, to_end * strength)

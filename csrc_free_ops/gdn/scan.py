@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import sequence_bounds
-from csrc_free_ops.gdn.prepare import halves, load_rows, normalise, offsets
+from csrc_free_ops.gdn.prepare import load_rows, normalise, offsets
 
 
 @triton.jit
@@ -89,6 +89,7 @@ def scan_kernel(
     WIDE: tl.constexpr,
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
+    TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
 ):  # fmt: skip
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
@@ -121,7 +122,7 @@ def scan_kernel(
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     out += ((row * tokens + begin) * HV + v_head) * V
     weights += (first_chunk * HV + v_head) * (2 * C * C)
-    decays += (first_chunk * HV + v_head) * C
+    decays += (first_chunk * HV + v_head) * (2 * C)
     norms += (first_chunk * HQ + q_head) * (2 * C)
     h += (h_row * HV + v_head) * (V * K)
 
@@ -175,8 +176,9 @@ def scan_kernel(
             k_factor = tl.load(norms + C + r)
         since_start = tl.load(decays + r)
         of_chunk = tl.load(decays + C - 1)
-        rows_of_weights = tl.arange(0, 2 * C)[:, None]
-        WU = tl.load(weights + rows_of_weights * C + r[None, :])
+        own = tl.load(decays + C + r)
+        W = tl.load(weights + r[:, None] * C + r[None, :])
+        U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
         v_at = v + offsets(vd, v_stride_d, r, v_stride_t, WIDE)
         if V % BV == 0:
             values = tl.load(v_at, mask=token_ok[None, :], other=0.0)
@@ -208,17 +210,23 @@ def scan_kernel(
                 k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
 
-        R = (values.to(tl.float32) - since_start[None, :] * KS).to(WU.dtype)
-        D, UR = halves(tl.dot(R, tl.trans(WU), input_precision=PRECISION))
-        O = QS * (scale * since_start)[None, :] + UR
-        D = D.to(WU.dtype)
-        S0 = tl.dot(D, k0, of_chunk * S0, input_precision=PRECISION)
+        exact = values.to(tl.float32) - since_start[None, :] * KS
+        R = exact.to(W.dtype)
+        D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
+        O = QS * (scale * since_start)[None, :]
+        O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
+        rounded = D.to(W.dtype)
+        S0 = tl.dot(rounded, k0, of_chunk * S0, input_precision=PRECISION)
         if NK > 1:
-            S1 = tl.dot(D, k1, of_chunk * S1, input_precision=PRECISION)
+            S1 = tl.dot(rounded, k1, of_chunk * S1, input_precision=PRECISION)
         if NK > 2:
-            S2 = tl.dot(D, k2, of_chunk * S2, input_precision=PRECISION)
+            S2 = tl.dot(rounded, k2, of_chunk * S2, input_precision=PRECISION)
         if NK > 3:
-            S3 = tl.dot(D, k3, of_chunk * S3, input_precision=PRECISION)
+            S3 = tl.dot(rounded, k3, of_chunk * S3, input_precision=PRECISION)
+        if TWO_TERMS:
+            tl.static_assert(NK == 1)
+            rest = (D - rounded.to(tl.float32)).to(W.dtype)
+            S0 = tl.dot(rest, k0, S0, input_precision=PRECISION)
         out_at = out + offsets(vd, 1, r, HV * V, WIDE)
         out_ok = token_ok[None, :] & (vd < V)[:, None]
         tl.store(out_at, O.to(out.dtype.element_ty), mask=out_ok)
@@ -237,7 +245,7 @@ def scan_kernel(
         v += C * v_stride_t
         out += C * HV * V
         weights += HV * 2 * C * C
-        decays += HV * C
+        decays += HV * 2 * C
         norms += HQ * 2 * C
 
     if HAS_POOL:
