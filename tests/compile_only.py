@@ -363,6 +363,23 @@ def gdn_pack(name: str) -> Iterator[tuple[str, int]]:
         for launch in plan.launches:
             shared = launch.compile_for(_gpu_target(target)).metadata.shared
             yield f"{launch.kernel.fn.__name__}, {what}", shared
+    yield from _state_pool(name)
+
+
+def _state_pool(name: str) -> Iterator[tuple[str, int]]:
+    """The copies of states around it, into pools of either memory order."""
+    from csrc_free_ops.gdn.state_pool import StatePoolPlan
+
+    target = TARGETS[name]
+    for dtype, k_first in ((torch.float32, False), (torch.bfloat16, True), (torch.float16, False)):
+        pool = contiguous_facts((100, 32, 128, 128), dtype)
+        if k_first:
+            pool = pool._replace(stride=(32 * 128 * 128, 128 * 128, 1, 128))
+        indices = PoolIndices(torch.int32, torch.int64)
+        plan = StatePoolPlan(pool, indices, 4, target.device(name))
+        for launch in plan.launches:
+            shared = launch.compile_for(_gpu_target(target)).metadata.shared
+            yield f"{launch.kernel.fn.__name__}, {dtype}, K-first {k_first}", shared
 
 
 KERNELS = {

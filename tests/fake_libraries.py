@@ -22,7 +22,7 @@ import torch
 from torch_attn_tiers import Tier
 from torch_attn_tiers import tier as tiers
 from torch_attn_tiers.tiers.decode import cudnn, xqa
-from torch_attn_tiers.tiers.gdn import flashinfer
+from torch_attn_tiers.tiers.gdn import flashinfer, flashinfer_library
 
 
 @dataclasses.dataclass
@@ -278,7 +278,7 @@ def forget() -> None:
     xqa._MEMORY.clear()
     xqa._has_nvcc.cache_clear()
     flashinfer.VARIANTS.forget()
-    flashinfer._SCRATCH.clear()
+    flashinfer_library._SCRATCH.clear()
 
 
 def install(

@@ -13,6 +13,7 @@ import torch
 
 from tests.conformance.calls import Maker
 from tests.conformance.gdn_calls import GdnCall, prompts
+from tests.conformance.gdn_pool_calls import PoolCall, pooled
 
 Build = Callable[[Maker], GdnCall]
 CASES: dict[str, Build] = {}
@@ -196,3 +197,137 @@ def state_layouts(call: GdnCall) -> list[tuple[torch.Tensor, bool, bool]]:
         (v_first, True, False),
         (shifted, True, True),
     ]
+
+
+# ------------------------------------------------------------------------------- states in a pool
+
+BuildPool = Callable[[Maker], PoolCall]
+POOL_CASES: dict[str, BuildPool] = {}
+
+
+def pool_case(function: BuildPool) -> BuildPool:
+    POOL_CASES[function.__name__] = function
+    return function
+
+
+def wide_pool(m: Maker, lengths: list[int] | None, *args: Any, **changes: Any) -> PoolCall:
+    """Prompts with head sizes of 128 over a pool of 6 states."""
+    sizes = {"Hq": m.pick(1, 4), "Hv": m.pick(2, 8), "K": 128, "V": 128}
+    return pooled(m, lengths, *args, **{**sizes, **changes})
+
+
+@pool_case
+def states_go_back_to_where_they_came_from(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5, 130], [4, 0, 2])
+
+
+@pool_case
+def states_go_to_other_places(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5, 130], [4, 4, 2], [0, 1, 5])
+
+
+@pool_case
+def negative_read_starts_from_zero(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5, 64], [-1, 3, -9], [0, 3, 4])
+
+
+@pool_case
+def negative_write_drops_the_last_state(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5, 64], [1, 3, 2], [-1, 3, -9])
+
+
+@pool_case
+def neither_read_nor_written(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5], [-1, -1])
+
+
+@pool_case
+def places_that_the_pool_does_not_have(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5, 9], [6, 3, 2**40], [0, 6, 2**40])
+
+
+@pool_case
+def places_in_int32_at_its_limits(m: Maker) -> PoolCall:
+    least, most = -(2**31), 2**31 - 1
+    return wide_pool(m, [7, 65, 3], [least, most, 2], [most, least, 1], index=torch.int32)
+
+
+@pool_case
+def empty_sequences_copy_their_state(m: Maker) -> PoolCall:
+    return wide_pool(m, [0, 65, 0, 0], [4, 1, -1, 3], [0, 1, 2, 3])
+
+
+@pool_case
+def no_states(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 3], [0, -1], [0, 1], P=0)
+
+
+@pool_case
+def rows_of_a_batch_without_cu_seqlens(m: Maker) -> PoolCall:
+    return wide_pool(m, None, [5, -1], [1, 2], B=2, T=70)
+
+
+@pool_case
+def what_no_sequence_reads_is_not_read(m: Maker) -> PoolCall:
+    call = wide_pool(m, [65, 10], [4, -1], [1, 2], T=130)
+    call.pool[torch.tensor([0, 1, 2, 3, 5])] = math.nan
+    for name in ("q", "k", "v", "g", "beta"):
+        call.tensors[name][:, 75:] = math.nan  # type: ignore[index]
+    return call
+
+
+@pool_case
+def pool_in_bfloat16(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5], [4, -1], [0, 1], pool=torch.bfloat16)
+
+
+@pool_case
+def pool_in_float16(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5], [4, -1], [0, 1], pool=torch.float16)
+
+
+@pool_case
+def states_with_v_first(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5], [4, -1], [0, 1], state_v_first=True, qk_l2norm=True)
+
+
+@pool_case
+def pool_of_which_nothing_is_split(m: Maker) -> PoolCall:
+    return wide_pool(m, [130, 9], [4, 2], batch_invariant=True)
+
+
+def _layer(m: Maker, P: int, Hv: int, K: int, V: int) -> torch.Tensor:
+    """A layer's slice of a larger pool, V-first."""
+    return m.normal(P, 3, Hv, V, K, dtype=torch.float32)[:, 1].mT
+
+
+def _k_first(m: Maker, P: int, Hv: int, K: int, V: int) -> torch.Tensor:
+    return m.normal(P, Hv, K, V, dtype=torch.float32)
+
+
+def _inner_strides(m: Maker, P: int, Hv: int, K: int, V: int) -> torch.Tensor:
+    return m.normal(P, V, Hv, 2, K, 2, dtype=torch.float32)[:, :, :, 1, :, 1].permute(0, 2, 3, 1)
+
+
+def _not_aligned(m: Maker, P: int, Hv: int, K: int, V: int) -> torch.Tensor:
+    return m.normal(P, Hv, V, K + 1, dtype=torch.float32)[..., 1:].mT
+
+
+@pool_case
+def pool_that_is_a_layer_of_a_larger_one(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5], [4, -1], [0, 1], pool=_layer)
+
+
+@pool_case
+def pool_in_k_first_memory(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5], [4, -1], [0, 1], pool=_k_first)
+
+
+@pool_case
+def pool_with_inner_strides(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5], [4, -1], [0, 1], pool=_inner_strides)
+
+
+@pool_case
+def pool_that_is_not_aligned(m: Maker) -> PoolCall:
+    return wide_pool(m, [70, 5], [4, -1], [0, 1], pool=_not_aligned)

@@ -22,7 +22,7 @@ from tests.gdn_library_cases import CASES, state_layouts
 from tests.test_predicates import DEVICES
 from tests.tolerances import assert_gdn_close
 from torch_attn_tiers import GdnPrefillCompact, GdnPrefillFla, TierNotEligibleError
-from torch_attn_tiers.tiers.gdn import flashinfer
+from torch_attn_tiers.tiers.gdn import flashinfer, flashinfer_library
 
 pytest.importorskip("triton")
 
@@ -527,7 +527,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Call it to begin or end a capture."""
 
     def set_capturing(state: bool = True) -> None:
-        for name in ("torch_attn_tiers.ops.gdn", "torch_attn_tiers.tiers.gdn.flashinfer"):
+        for name in ("torch_attn_tiers.ops.gdn", "torch_attn_tiers.tiers.gdn.flashinfer_library"):
             monkeypatch.setattr(f"{name}.is_capturing", lambda device: state)
 
     return set_capturing
@@ -569,6 +569,23 @@ def test_scratch_does_not_grow_in_a_capture(runs: FakeGdn, capturing: Any) -> No
     assert runs.scratch == grown
 
 
+def test_fewer_tokens_that_take_more_scratch_are_covered(runs: FakeGdn, capturing: Any) -> None:
+    """The stand-in splits 192 tokens into three pieces of 64, 200 into two of 128."""
+    _prepare(_prompt([200]))
+    capturing()
+    grown = list(runs.scratch)
+    for tokens in (64, 100, 128, 190, 192, 200):
+        assert _ran(_prompt([tokens])) == "flashinfer"
+    assert runs.scratch == grown
+
+
+def test_tokens_that_are_tried_for_their_scratch() -> None:
+    fewer = flashinfer_library._fewer_tokens
+    assert list(fewer(200, 0, 132)) == [64, 128, 192] and list(fewer(64, 0, 132)) == []
+    assert list(fewer(300, 200, 132)) == [256]
+    assert fewer(1 << 20, 0, 132)[-1] == 512 * 132
+
+
 # --------------------------------------------------------------------------------------- streams
 
 
@@ -594,13 +611,13 @@ class _Cuda:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda index: Stream(cuda.stream))
-        monkeypatch.setattr(flashinfer, "current_stream", lambda device: cuda.stream)
-        monkeypatch.setattr(flashinfer, "is_capturing", lambda device: cuda.capturing)
+        monkeypatch.setattr(flashinfer_library, "current_stream", lambda device: cuda.stream)
+        monkeypatch.setattr(flashinfer_library, "is_capturing", lambda device: cuda.capturing)
 
 
 def test_call_waits_for_the_last_one_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = _Cuda(monkeypatch)
-    scratch = flashinfer.SharedScratch(DEVICES["sm_90"])
+    scratch = flashinfer_library.SharedScratch(DEVICES["sm_90"])
 
     def call(stream: int) -> list[str]:
         cuda.stream = stream
