@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import torch_attn_tiers
 from tests import gdn_oracle
 from tests.test_bench import CPU, ScriptedClock
 from torch_attn_tiers.cli import main
@@ -57,11 +58,13 @@ def scripted(*medians: float) -> ScriptedClock:
 
 
 def test_ratios_and_the_cost_of_checkpoints(invented: Any) -> None:
-    # ours, .h_fla, .h_compact, fla, beta, fill h
-    row = run(scripted(6.0, 10.0, 9.0, 12.0, 5.0, 2.0))["cases"][0]
+    # ours, .h_fla, .h_compact, .pool, .pool_tracked, fla, beta, fill h
+    row = run(scripted(6.0, 10.0, 9.0, 6.0, 7.0, 12.0, 5.0, 2.0))["cases"][0]
     assert row["our_us"] == 6.0 and row["our_tier"] == "reference"
     assert row["best_peer"] == "beta" and row["ratio"] == 1.2 and row["fla_ratio"] == 0.5
-    assert row["faster"] is False and row["h_cost"] == {"fla": 2.0, "compact": 1.5}
+    assert row["faster"] is False and row["h_cost"] == {
+        "fla": 2.0, "compact": 1.5, "pool": 0.0, "tracked": 0.5,
+    }  # fmt: skip
     assert row["gaps"] == {}
 
 
@@ -72,14 +75,14 @@ def test_side_that_leaves_work_out_is_never_compared(invented: dict[str, GdnPeer
         return [right("beta", inputs), alone]
 
     invented["beta"] = GdnPeer("beta", "BETA", "torch", two)
-    row = run(scripted(6.0, 12.0, 8.0, 1.0, 2.0), layouts=[None])["cases"][0]
+    row = run(scripted(6.0, 12.0, 8.0, 1.0, 2.0), forms=[None])["cases"][0]
     assert row["best_peer_us"] == 8.0
 
 
 def test_missing_and_wrong_peers_are_named_gaps(invented: dict[str, GdnPeer]) -> None:
     invented["fla"] = GdnPeer("fla", "FLA", "no_such_module_here", lambda inputs: [])
     invented["beta"] = GdnPeer("beta", "BETA", "torch", lambda inputs: [right("beta", inputs, 1.1)])
-    result = run(scripted(6.0, 1.0, 2.0), layouts=[None])
+    result = run(scripted(6.0, 1.0, 2.0), forms=[None])
     row = result["cases"][0]
     assert row["gaps"]["fla"] == "no_such_module_here is not installed"
     assert "wrong: relative errors out 0.1" in row["gaps"]["beta"]
@@ -90,17 +93,43 @@ def test_report_and_json(
     invented: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "result.json"
-    result = run(scripted(6.0, 10.0, 9.0, 12.0, 5.0, 2.0), out=str(out))
+    result = run(scripted(6.0, 10.0, 9.0, 6.0, 7.0, 12.0, 5.0, 2.0), out=str(out))
     assert json.loads(out.read_text()) == result and result["complete"]
     gdn.print_report(result)
     assert "1.200" in capsys.readouterr().out
 
 
 def test_wall_clock_measures_our_operator() -> None:
-    row = gdn.bench([SMALL], WallClock(), CPU, repeats=1, dtype=torch.float32)["cases"][0]
-    assert [side["side"] for side in row["sides"]] == ["ours", "ours.h_fla", "ours.h_compact"]
+    forms = [None, "fla", "tracked"]
+    row = gdn.bench([SMALL], WallClock(), CPU, repeats=1, dtype=torch.float32, forms=forms)
+    row = row["cases"][0]
+    assert [side["side"] for side in row["sides"]] == ["ours", "ours.h_fla", "ours.pool_tracked"]
+    assert "tracked" in row["sides"][-1]["errors"] and "tracked" not in row["sides"][-2]["errors"]
     assert all(side["right"] for side in row["sides"]), row["sides"]
     assert row["our_us"] > 0 and row["gaps"] == dict.fromkeys(gdn_sides.PEERS, "not asked for")
+
+
+def test_our_sides_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that compiles for seconds waits for it: `--tier auto` is to measure that one."""
+    prepared = []
+    real = torch_attn_tiers.prepare
+    monkeypatch.setattr(
+        torch_attn_tiers,
+        "prepare",
+        lambda op, *args, **named: prepared.append(str(op)) or real(op, *args, **named),
+    )
+    run(scripted(*[1.0] * 6), peers=[])
+    names = [name.removeprefix("attn_tiers.gdn_chunk_prefill.") for name in prepared]
+    assert names == ["default", "h_fla", "h_compact", "pool_", "pool_"]
+
+
+def test_kept_state_that_is_wrong_is_seen() -> None:
+    inputs = GdnInputs(SMALL, torch.float32, CPU, 0)
+    side = gdn_sides.ours(inputs, "reference", "tracked")
+    side.calls[-1]()
+    assert all(error < 1e-5 for error in side.errors(inputs).values())
+    side.results[2].mul_(1.1)
+    assert side.errors(inputs)["tracked"] > 0.09
 
 
 def test_reference_is_the_recurrence() -> None:
@@ -129,6 +158,7 @@ def test_cases_count_their_chunks() -> None:
     assert mixed.sequences == 10 and mixed.tokens == sum(mixed.lengths)
     assert mixed.checkpoints == 202 and mixed.complete_chunks == 195
     assert mixed.checkpoint_rows >= mixed.checkpoints
+    assert mixed.track_lens == (960, 0, 4032, 0, 0, 64, 1984, 256, 4992, 0)
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ from torch_attn_tiers.cli.console import console, print_table
 from torch_attn_tiers.tier import tier_names
 
 _OP = "gdn_chunk_prefill"
-_LAYOUTS = {"none": None, "fla": "fla", "compact": "compact"}
+_FORMS: dict[str, str | None] = {"none": None, **{name: name for name in gdn_sides.FORMS}}
 _GROUPS = {"model": MODEL_CASES, "heads": HEADS_CASES}
 
 
@@ -59,8 +59,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--h",
         default="all",
-        metavar="LAYOUTS",
-        help=f"checkpoints that our sides write: some of {', '.join(_LAYOUTS)}; default all",
+        metavar="FORMS",
+        help=f"what our sides do with states inside prompts, or with a pool (tracked: one state of"
+        f" each prompt is kept in it): some of {', '.join(_FORMS)}; default all",
     )
     add_arguments(parser, gdn_sides.PEERS)
     parser.set_defaults(run=run)
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         device,
         peers=names(args.peers or None, gdn_sides.PEERS, "--peers", ()),
         tier=args.tier,
-        layouts=[_LAYOUTS[name] for name in names(args.h, _LAYOUTS, "--h", ())],
+        forms=[_FORMS[name] for name in names(args.h, _FORMS, "--h", ())],
         repeats=repeats,
         out=args.out,
     )
@@ -99,7 +100,7 @@ def bench(
     *,
     peers: Sequence[str] = (),
     tier: str = "auto",
-    layouts: Sequence[str | None] = (None, "fla", "compact"),
+    forms: Sequence[str | None] = (None, *gdn_sides.FORMS),
     repeats: int = REPEATS,
     out: str | None = None,
     dtype: torch.dtype = torch.bfloat16,
@@ -119,7 +120,7 @@ def bench(
         return run_cases(
             result,
             cases,
-            lambda case: _run_case(case, clock, device, peers, tier, layouts, repeats, dtype),
+            lambda case: _run_case(case, clock, device, peers, tier, forms, repeats, dtype),
             judge,
             _one_line,
             clock,
@@ -140,7 +141,7 @@ class _Sides:
 
     def add(self, side: GdnSide) -> None:
         row = {
-            "side": side.name, "peer": side.peer, "h": side.h_layout, "compared": side.compared,
+            "side": side.name, "peer": side.peer, "h": side.form, "compared": side.compared,
             "us": [], "right": False, **side.notes,
         }  # fmt: skip
         self.rows.append(row)
@@ -153,12 +154,12 @@ class _Sides:
         else:
             self.recorded.append((side, recording, row))
 
-    def add_ours(self, inputs: GdnInputs, tier: str, h_layout: str | None) -> None:
+    def add_ours(self, inputs: GdnInputs, tier: str, form: str | None) -> None:
         try:
-            self.add(gdn_sides.ours(inputs, tier, h_layout))
+            self.add(gdn_sides.ours(inputs, tier, form))
         except Exception as error:
             self.rows.append(
-                {"side": "ours", "peer": None, "h": h_layout, "compared": True, "us": [],
+                {"side": "ours", "peer": None, "h": form, "compared": True, "us": [],
                  "right": False, "failure": in_words(error)}
             )  # fmt: skip
 
@@ -181,15 +182,15 @@ def _run_case(
     device: torch.device,
     peers: Sequence[str],
     tier: str,
-    layouts: Sequence[str | None],
+    forms: Sequence[str | None],
     repeats: int,
     dtype: torch.dtype,
 ) -> dict[str, Any]:
     """Builds, records, times in turns and checks every side of one case."""
     inputs = GdnInputs(case, dtype, device, clock.l2_bytes)
     sides = _Sides(clock)
-    for h_layout in layouts:
-        sides.add_ours(inputs, tier, h_layout)
+    for form in forms:
+        sides.add_ours(inputs, tier, form)
     for name in peers:
         sides.add_peer(inputs, name)
     fill = clock.record(gdn_sides.fill_h(inputs))
@@ -222,7 +223,7 @@ def _run_case(
 def _check(side: GdnSide, recording: Recording, row: dict[str, Any], inputs: GdnInputs) -> None:
     """Runs what was timed once more over poisoned results and compares them with float64."""
     try:
-        for result in side.results[:2]:
+        for result in side.checked:
             result.fill_(float("nan"))
         recording.run()
         errors = side.errors(inputs)
@@ -237,7 +238,7 @@ def judge(row: dict[str, Any], copy_rate: float) -> None:
 
     `ratio` is our median without checkpoints over that of the best peer without them; `fla_ratio`
     over FLA's; `faster` says that our slowest repeat beats every peer's fastest. `h_cost` holds for
-    each layout what checkpoints add to our time, in multiples of the time to fill them.
+    each form of `--h` what it adds to our time, in multiples of the time to fill checkpoints.
     """
     row["floor_us"] = round(row["moved_bytes"] / copy_rate * 1e6, 3)
     for side in row["sides"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -39,6 +40,14 @@ class GdnCase:
     def checkpoints(self) -> int:
         """Rows of h in FLA's layout that hold a state."""
         return sum(-(-n // CHUNK) for n in self.lengths)
+
+    @property
+    def track_lens(self) -> tuple[int, ...]:
+        """After how many tokens a prefix cache keeps a state: at the last chunk that ends inside.
+
+        0 in prompts of no such chunk.
+        """
+        return tuple((n - 1) // CHUNK * CHUNK for n in self.lengths)
 
     @property
     def checkpoint_rows(self) -> int:
@@ -127,13 +136,27 @@ class GdnInputs:
     @functools.cached_property
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Output `[1,T,Hv,V]` and final state `[N,Hv,V,K]` of the last set, in float64."""
+        return self._computed(slice(None), self.case.lengths)
+
+    @functools.cached_property
+    def tracked_states(self) -> torch.Tensor:
+        """The states `[N,Hv,V,K]` after `track_lens` tokens of the last set, in float64."""
+        starts = itertools.accumulate((0, *self.case.lengths[:-1]))
+        prefixes = [
+            torch.arange(first, first + n) for first, n in zip(starts, self.case.track_lens)
+        ]
+        return self._computed(torch.cat(prefixes).to(self.device), self.case.track_lens)[1]
+
+    def _computed(self, tokens: Any, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and last states of some tokens of the last set."""
         last = self.sets - 1
-        q, k = (l2norm(x[last]).double() for x in (self.q, self.k))
-        v, g, beta = (x[last].double() for x in (self.v, self.g, self.beta))
+        q, k = (l2norm(x[last][:, tokens]).double() for x in (self.q, self.k))
+        v, g, beta = (x[last][:, tokens].double() for x in (self.v, self.g, self.beta))
         out = torch.empty_like(v)
         final_state = self.initial_state.double()
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=self.device)
         gdn_chunk_prefill(
-            q, k, v, g, beta, self.initial_state, self.cu_seqlens, out, final_state, None, None,
+            q, k, v, g, beta, self.initial_state, bounds, out, final_state, None, None,
             scale=self.scale,
         )  # fmt: skip
         return out, final_state

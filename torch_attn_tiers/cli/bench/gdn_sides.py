@@ -34,9 +34,9 @@ class GdnSide:
 
     name: str
     calls: list[Call]  # one for each set of inputs; each returns out and leaves results
-    results: list[Tensor]  # of the last call: out, the last state
+    results: list[Tensor]  # of the last call: out, the last state; the kept one if `tracked`
     peer: str | None = None  # the peer it stands for; None is ours
-    h_layout: str | None = None  # of the checkpoints that it writes too
+    form: str | None = None  # what it does beside out and last states; see FORMS
     compared: bool = True
     state_v_first: bool = True  # of results[1]
     notes: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +45,11 @@ class GdnSide:
     def tolerance(self) -> float:
         return OUR_TOLERANCE if self.peer is None else PEER_TOLERANCE
 
+    @property
+    def checked(self) -> list[Tensor]:
+        """The results that are compared."""
+        return self.results[: 3 if self.form == "tracked" else 2]
+
     def errors(self, inputs: GdnInputs) -> dict[str, float]:
         """Relative errors of what the last call has left; NaN if it holds one."""
         out, state = self.results[:2]
@@ -52,6 +57,9 @@ class GdnSide:
         if not self.state_v_first:
             state = state.transpose(-1, -2)
         pairs = {"out": (out.reshape(wanted_out.shape), wanted_out), "state": (state, wanted_state)}
+        kept = [i for i, count in enumerate(inputs.case.track_lens) if count]
+        if self.form == "tracked" and kept:
+            pairs["tracked"] = (self.results[2][kept], inputs.tracked_states[kept])
         return {
             name: ((got.double() - wanted).norm() / wanted.norm()).item()
             for name, (got, wanted) in pairs.items()
@@ -72,30 +80,72 @@ def _side(
     return GdnSide(name, calls, results, **rest)
 
 
-def ours(inputs: GdnInputs, tier: str, h_layout: str | None) -> GdnSide:
-    """`attn_tiers::gdn_chunk_prefill`; tier "auto" leaves the choice to the package."""
+#: What our sides may do beside outputs and last states: write checkpoints in a layout, or read and
+#: write states in a pool, with one kept inside each prompt or none.
+FORMS = ("fla", "compact", "pool", "tracked")
+
+
+def ours(inputs: GdnInputs, tier: str, form: str | None) -> GdnSide:
+    """`attn_tiers::gdn_chunk_prefill`; tier "auto" leaves the choice to the package.
+
+    Prepared, as a serving runtime would: tiers of a slow build wait for it.
+    """
     import torch_attn_tiers
 
-    packet = torch.ops.attn_tiers.gdn_chunk_prefill
-    operator = getattr(packet, "default" if h_layout is None else f"h_{h_layout}")
-    forced: dict[str, Any] = {} if tier == "auto" else {"tier": tier}
-    if h_layout is not None:
-        forced["h_dtype"] = torch.float32
+    named: dict[str, Any] = {"qk_l2norm": True, "state_v_first": True}
+    if tier != "auto":
+        named["tier"] = tier
+    if form in ("pool", "tracked"):
+        operator, rest, results = _pooled(inputs, form)
+    else:
+        operator, rest, results = _dense(inputs, form)
+        if form is not None:
+            named["h_dtype"] = torch.float32
+
+    def tensors(i: int) -> tuple[Tensor, ...]:
+        return inputs.q[i], inputs.k[i], inputs.v[i], inputs.g[i], inputs.beta[i], *rest
 
     def function(i: int) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = operator(
-            inputs.q[i], inputs.k[i], inputs.v[i], inputs.g[i], inputs.beta[i],
-            inputs.initial_state, inputs.cu_seqlens, qk_l2norm=True, state_v_first=True, **forced,
-        )  # fmt: skip
-        return results
+        return results(operator(*tensors(i), **named))
 
     since = time.perf_counter()
+    torch_attn_tiers.prepare(operator, *tensors(0), **named)
+    prepared = time.perf_counter()
     with torch_attn_tiers.record_dispatch() as records:
         function(0)
-    notes = {"tier": records[-1].tier, "first_call_s": round(time.perf_counter() - since, 2)}
+    notes = {
+        "tier": records[-1].tier,
+        "prepare_s": round(prepared - since, 2),
+        "first_call_s": round(time.perf_counter() - prepared, 2),
+    }
     name = "ours" if tier == "auto" else f"ours:{tier}"
-    name += "" if h_layout is None else f".h_{h_layout}"
-    return _side(name, function, inputs, h_layout=h_layout, notes=notes)
+    suffix = {None: "", "pool": ".pool", "tracked": ".pool_tracked"}
+    name += suffix.get(form, f".h_{form}")
+    return _side(name, function, inputs, form=form, notes=notes)
+
+
+_Form = tuple[Any, tuple[Tensor, ...], Callable[[Any], tuple[Tensor, ...]]]
+
+
+def _dense(inputs: GdnInputs, h_layout: str | None) -> _Form:
+    """The operator, its arguments after beta, and its results."""
+    packet = torch.ops.attn_tiers.gdn_chunk_prefill
+    operator = getattr(packet, "default" if h_layout is None else f"h_{h_layout}")
+    return operator, (inputs.initial_state, inputs.cu_seqlens), tuple
+
+
+def _pooled(inputs: GdnInputs, form: str) -> _Form:
+    """The same over a float32 pool of the initial, the last and the kept states."""
+    case = inputs.case
+    N = case.sequences
+    pool = torch.cat([inputs.initial_state, *[torch.zeros_like(inputs.initial_state)] * 2])
+    rows = torch.arange(3 * N, device=inputs.device)
+    track: tuple[Any, ...] = (None, None)
+    if form == "tracked":
+        track = (torch.tensor(case.track_lens, device=inputs.device), rows[2 * N :])
+    operator = torch.ops.attn_tiers.gdn_chunk_prefill.pool_
+    rest = (pool, rows[:N], rows[N : 2 * N], *track, inputs.cu_seqlens)
+    return operator, rest, lambda out: (out, pool[N : 2 * N], pool[2 * N :])
 
 
 def fill_h(inputs: GdnInputs) -> list[Call]:
@@ -182,7 +232,7 @@ def flashinfer(inputs: GdnInputs) -> list[GdnSide]:
     name = "flashinfer"
     return [
         _side(name, whole, inputs, peer=name),
-        _side(f"{name}.h_compact", with_h, inputs, peer=name, h_layout="compact"),
+        _side(f"{name}.h_compact", with_h, inputs, peer=name, form="compact"),
         _side(f"{name}:kernel", kernel, inputs, peer=name, compared=False),
     ]
 
