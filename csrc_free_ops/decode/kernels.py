@@ -503,6 +503,7 @@ def split_kv_kernel(
     FLOAT8: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     # How it is compiled.
     DOT_PRECISION: tl.constexpr,
+    TWO_TERMS: tl.constexpr,  # P V by P in two terms
     NARROW_ROWS: tl.constexpr,  # offsets within a tile of keys fit 32 bits
     PDL: tl.constexpr,  # programmatic dependent launch
     NATIVE_FLOAT8: tl.constexpr,  # the device converts float8 itself
@@ -696,8 +697,10 @@ def split_kv_kernel(
             acc = tl.dot(p, v_even, acc * alpha[:, None])
             acc_odd = tl.dot(p, v_odd, acc_odd * alpha[:, None])
         else:
-            p = p.to(v_tile.dtype)
-            acc = tl.dot(p, v_tile, acc * alpha[:, None], input_precision=DOT_PRECISION)
+            rounded = p.to(v_tile.dtype)
+            acc = tl.dot(rounded, v_tile, acc * alpha[:, None], input_precision=DOT_PRECISION)
+            if TWO_TERMS:
+                acc = tl.dot((p - rounded.to(tl.float32)).to(v_tile.dtype), v_tile, acc)
         if HAS_MASK:
             seen = seen | tl.max(ok.to(tl.int32), 1)
 

@@ -577,6 +577,8 @@ def _constants(
         HAS_K_SCALE=problem.k_scale is not None,
         HAS_V_SCALE=problem.v_scale is not None,
         DOT_PRECISION="ieee" if problem.query.dtype == torch.float32 else "tf32",
+        # Over few numbers the roundings of P do not average out, and may add to that of the output.
+        TWO_TERMS=problem.query.dtype == torch.bfloat16 and dv <= 32 and not problem.is_float8,
         NARROW_ROWS=config.block_n * widest_step <= _INT32_MAX,
         PDL=_has_pdl(device),
         NATIVE_FLOAT8=problem.is_float8 and _converts_float8(device),

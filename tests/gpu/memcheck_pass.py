@@ -49,7 +49,7 @@ def decode_pass(tier: str, dtype: torch.dtype, shard: int, shards: int) -> tuple
     for case in CASES[shard::shards]:
         if not case.everywhere or not case.is_legal_in(dtype):
             continue
-        call = case.make(Maker(dtype, "cuda"))
+        call = case.make(Maker(dtype, "cuda", seed=1))
         if call.reasons_against(tier):
             passed_over += 1
             continue
