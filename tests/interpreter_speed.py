@@ -68,7 +68,7 @@ def _remembered_shapes() -> tuple[Callable[..., None], Callable[..., None]]:
     tensors: dict[Any, tuple[Any, Any]] = {}
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
-        key = tuple(one.value if isinstance(one, tl.constexpr) else one for one in shape)
+        key = tuple([one.value if isinstance(one, tl.constexpr) else one for one in shape])
         found = blocks.get(key)
         if found is None:
             block_init(self, element_ty, shape)
@@ -91,6 +91,17 @@ def _remembered_shapes() -> tuple[Callable[..., None], Callable[..., None]]:
     return init_block, init_tensor
 
 
+def _broadcasting_if_shapes_differ() -> Callable[..., tuple[Any, Any]]:
+    """`broadcast_impl_value`; equal shapes are one object."""
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        shapes = [one.type.shape if one.type.is_block() else None for one in (lhs, rhs)]
+        return (lhs, rhs) if shapes[0] is shapes[1] else broadcast(self, lhs, rhs)
+
+    return broadcast_impl_value
+
+
 @contextlib.contextmanager
 def without_repeated_work() -> Iterator[None]:
     """Kernels that the interpreter runs within this block run faster."""
@@ -102,6 +113,7 @@ def without_repeated_work() -> Iterator[None]:
         (interpreter, "_get_np_dtype", _remembered_dtypes()),
         (tl.block_type, "__init__", init_block),
         (tl.tensor, "__init__", init_tensor),
+        (TritonSemantic, "broadcast_impl_value", _broadcasting_if_shapes_differ()),
     ]
     if not interpreter.interpreter_builder.options.debug:
         # It ends in a device_assert, which does nothing without `debug`.
