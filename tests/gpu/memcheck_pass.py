@@ -5,16 +5,15 @@
 
 for example `flash f16,bf16,f32 0/4`, or `triton` for gdn_chunk_prefill. Without the caching
 allocator each tensor is an allocation of its own, so that a read one element past a cache is seen.
-Results are compared with the oracle too. A case that fails is named and the rest still runs.
+Results are not looked at: tests/gpu compares those of all cases with the oracle.
 Most of the time goes into compiling: run the shards beside each other, or once without the
 sanitizer before, which fills Triton's cache.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -26,20 +25,6 @@ from tests.conformance.test_cache_writes import QUANTISED_CASES, SCATTERS, _fill
 from tests.conformance.test_gdn import CASES as GDN_CASES
 from tests.conformance.test_gdn import OVERLOADS, WITH_CHECKPOINTS
 
-_failures: list[str] = []
-
-
-@contextlib.contextmanager
-def _case(name: str) -> Iterator[None]:
-    """Waits for the case; says so if it failed, and goes on."""
-    try:
-        yield
-        torch.cuda.synchronize()
-    except AssertionError as error:
-        _failures.append(name)
-        print(f"FAILED {name}: {str(error).splitlines()[0]}", flush=True)
-
-
 DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 
 
@@ -49,12 +34,12 @@ def decode_pass(tier: str, dtype: torch.dtype, shard: int, shards: int) -> tuple
     for case in CASES[shard::shards]:
         if not case.everywhere or not case.is_legal_in(dtype):
             continue
-        call = case.make(Maker(dtype, "cuda", seed=1))
+        call = case.make(Maker(dtype, "cuda"))
         if call.reasons_against(tier):
             passed_over += 1
             continue
-        with _case(f"{case.name} {dtype}"):
-            call.check(tier)
+        call.run(tier)
+        torch.cuda.synchronize()
         ran += 1
     return ran, passed_over
 
@@ -75,8 +60,8 @@ def gdn_pass(tier: str, dtype: torch.dtype, shard: int, shards: int) -> int:
         call = cases[name](make)
         simple = name in GDN_CASES and name not in WITH_CHECKPOINTS
         for overload in OVERLOADS[:1] if simple else OVERLOADS:
-            with _case(f"{name} {overload} {dtype}"):
-                call.with_(overload).check(tier)
+            call.with_(overload).run(tier)
+            torch.cuda.synchronize()
     return len(names)
 
 
@@ -121,8 +106,6 @@ def main(tier: str = "flash", dtypes: str = "f16,bf16,f32", part: str = "0/1") -
         assert ran
     if shard == 0 and tier not in GDN_TIERS:
         print(f"scatter: {scatter_pass()} cases", flush=True)
-    if _failures:
-        raise SystemExit(f"{len(_failures)} failed")
 
 
 if __name__ == "__main__":
