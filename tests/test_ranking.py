@@ -44,6 +44,7 @@ def _forget() -> None:
 def write(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
     """Writes the table of a device, of the versions that are here but for those given."""
     monkeypatch.setattr(ranking, "FOLDER", tmp_path)
+    _forget()
 
     def write_table(
         orders: Mapping[str, Mapping[str, str]],
