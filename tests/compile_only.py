@@ -26,8 +26,10 @@ from csrc_free_ops.facts import (
     heads_first_facts,
     tensor_facts,
 )
+from csrc_free_ops.launch import Launch
 
 KIB = 1024
+TENSOR_MEMORY = 512  # columns, where a GPU has it (sm_100)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +128,7 @@ def decode(name: str) -> Iterator[tuple[str, int]]:
     from csrc_free_ops.decode import plan_split_kv, unsupported
 
     target = TARGETS[name]
-    device, gpu = target.device(name), _gpu_target(target)
+    device = target.device(name)
     seen = set()
     for model_name, model in MODELS.items():
         for dtype, rows in itertools.product(model.dtypes, model.rows):
@@ -157,7 +159,7 @@ def decode(name: str) -> Iterator[tuple[str, int]]:
             if plan.specialization in seen:
                 continue
             seen.add(plan.specialization)
-            yield what, plan.launch.compile_for(gpu).metadata.shared
+            yield what, _shared_memory(plan.launch, target)
 
 
 def _cache(model: Model, size: int, dtype: torch.dtype) -> Any:
@@ -179,7 +181,7 @@ def cache(name: str) -> Iterator[tuple[str, int]]:
     from csrc_free_ops.cache import plan_scatter
 
     target = TARGETS[name]
-    device, gpu = target.device(name), _gpu_target(target)
+    device = target.device(name)
     indices = contiguous_facts((4,), torch.int32)
     dtypes = (torch.bfloat16, torch.float32, torch.int8)
     for heads, size, rows in ((8, 128, 1), (8, 128, 16), (32, 80, 1)):
@@ -189,7 +191,7 @@ def cache(name: str) -> Iterator[tuple[str, int]]:
             write = plan_scatter(caches, updates, indices, device, axis=-2, circular=circular)
             (part,) = write.parts
             what = f"{count} caches of {heads} x {size}, {dtype}, circular={circular}"
-            yield what, part.launch.compile_for(gpu).metadata.shared
+            yield what, _shared_memory(part.launch, target)
         scales = (contiguous_facts((), torch.float32), contiguous_facts((heads,), torch.float32))
         for dtype in (torch.float16, torch.bfloat16, torch.float32):
             caches = (contiguous_facts((4, heads, 4096, size), torch.float8_e4m3fn),) * 2
@@ -199,7 +201,7 @@ def cache(name: str) -> Iterator[tuple[str, int]]:
             )
             (part,) = write.parts
             what = f"float8 caches of {heads} x {size} from {dtype}"
-            yield what, part.launch.compile_for(gpu).metadata.shared
+            yield what, _shared_memory(part.launch, target)
 
 
 def lengths(name: str) -> Iterator[tuple[str, int]]:
@@ -216,7 +218,7 @@ def lengths(name: str) -> Iterator[tuple[str, int]]:
         )  # fmt: skip
         for launch in guard.launches:
             what = f"{launch.kernel.fn.__name__} {width} {out_dtype} {lengths_dtype}"
-            yield what, launch.compile_for(_gpu_target(target)).metadata.shared
+            yield what, _shared_memory(launch, target)
 
 
 #: dtype, Hq, Hv, K, V, layout of h, options; of Qwen3-Next where there are 16 and 32 heads.
@@ -240,7 +242,7 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
     from csrc_free_ops.gdn.launch import default_config, shared_memory_bound
 
     target = TARGETS[name]
-    device, gpu = target.device(name), _gpu_target(target)
+    device = target.device(name)
     seen = set()
     for dtype, Hq, Hv, K, V, h_layout, changes in GDN:
         q = contiguous_facts((1, 8192, Hq, K), dtype)
@@ -267,7 +269,7 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
             if launch.specialization in seen:
                 continue
             seen.add(launch.specialization)
-            shared = launch.compile_for(gpu).metadata.shared
+            shared = _shared_memory(launch, target)
             if shared > bound:
                 raise SystemExit(f"{what}: {shared} bytes of shared memory, foreseen {bound}")
             yield f"{launch.kernel.fn.__name__}, {what}", shared
@@ -292,7 +294,7 @@ def gdn_decode(name: str) -> Iterator[tuple[str, int]]:
     from csrc_free_ops.gdn.decode import plan_gdn_decode, plan_gdn_gates, unsupported
 
     target = TARGETS[name]
-    device, gpu = target.device(name), _gpu_target(target)
+    device = target.device(name)
     for dtype, state_dtype, Hq, Hv, K, V, Sq, index_rank, k_first in GDN_STEPS:
         q = contiguous_facts((4, Sq, Hq, K), dtype)
         v = contiguous_facts((4, Sq, Hv, V), dtype)
@@ -312,10 +314,10 @@ def gdn_decode(name: str) -> Iterator[tuple[str, int]]:
         plan = plan_gdn_decode(
             q, q, v, gate, gate, state, device, scale=1.0, qk_l2norm=True, **options
         )
-        yield f"{what}, indices {index_rank}", plan.launch.compile_for(gpu).metadata.shared
+        yield f"{what}, indices {index_rank}", _shared_memory(plan.launch, target)
     rows, head = (contiguous_facts(shape, torch.bfloat16) for shape in ((100, 32), (32,)))
     gates = plan_gdn_gates(rows, rows, head, head, device)
-    yield "gates", gates.launch.compile_for(gpu).metadata.shared
+    yield "gates", _shared_memory(gates.launch, target)
 
 
 def checkpoints(name: str) -> Iterator[tuple[str, int]]:
@@ -340,7 +342,7 @@ def checkpoints(name: str) -> Iterator[tuple[str, int]]:
         last = (final, flag) if has_final else (None, None)
         plan = plan_checkpoints(pool, row, h, row, flag, *last, target.device(name))
         what = f"{h_dtype} into {pool_dtype}, K={K}, V={V}, K-first {k_first}, final {has_final}"
-        yield what, plan.launch.compile_for(_gpu_target(target)).metadata.shared
+        yield what, _shared_memory(plan.launch, target)
 
 
 def gdn_pack(name: str) -> Iterator[tuple[str, int]]:
@@ -364,7 +366,7 @@ def gdn_pack(name: str) -> Iterator[tuple[str, int]]:
         )  # fmt: skip
         what = f"{dtype}, {Hq}/{Hv}, B={B}, cu_seqlens {cu}, state {state}".replace("torch.", "")
         for launch in plan.launches:
-            shared = launch.compile_for(_gpu_target(target)).metadata.shared
+            shared = _shared_memory(launch, target)
             yield f"{launch.kernel.fn.__name__}, {what}", shared
     yield from _state_pool(name)
 
@@ -381,7 +383,7 @@ def _state_pool(name: str) -> Iterator[tuple[str, int]]:
         indices = PoolIndices(torch.int32, torch.int64)
         plan = StatePoolPlan(pool, indices, 4, target.device(name))
         for launch in plan.launches:
-            shared = launch.compile_for(_gpu_target(target)).metadata.shared
+            shared = _shared_memory(launch, target)
             yield f"{launch.kernel.fn.__name__}, {dtype}, K-first {k_first}", shared
 
 
@@ -396,10 +398,21 @@ KERNELS = {
 }
 
 
-def _gpu_target(target: Target) -> Any:
+def _shared_memory(launch: Launch, target: Target) -> int:
+    """Bytes of shared memory that the compiled kernel asks for.
+
+    One that asks for more tensor memory than there is compiles to a trap, and its launch fails.
+    """
     from triton.backends.compiler import GPUTarget
 
-    return GPUTarget(target.backend, target.arch, target.warp)
+    compiled = launch.compile_for(GPUTarget(target.backend, target.arch, target.warp))
+    columns = getattr(compiled.metadata, "tmem_size", None) or 0
+    if columns > TENSOR_MEMORY:
+        raise SystemExit(
+            f"{launch.kernel.fn.__name__}, {launch.constants}: {columns} columns of tensor "
+            f"memory of {TENSOR_MEMORY}"
+        )
+    return compiled.metadata.shared
 
 
 def main(target: str, *groups: str) -> int:

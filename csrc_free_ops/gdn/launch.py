@@ -51,7 +51,9 @@ def default_config(
     prepare_bk = min(_pow2(K), 128 if narrow else 32)
     while _prepare_bound(prepare_bk, dtype) > device.shared_memory:
         prepare_bk //= 2
-    heads = 1 if group % 2 else 2
+    # Two heads in a loop take up to 1088 columns of tensor memory in float32; sm_100 has 512.
+    has_tensor_memory = device.is_nvidia and (device.capability or (0, 0))[0] == 10
+    heads = 1 if group % 2 or (has_tensor_memory and dtype is torch.float32) else 2
     for stages in (3, 2, 1):
         config = GdnConfig(prepare_bk, 4, heads, bk, bv, 4, stages)
         if shared_memory_bound(config, K, dtype) <= device.shared_memory:
