@@ -227,7 +227,7 @@ GDN = (
     (torch.bfloat16, 16, 32, 128, 128, "fla", {"qk_l2norm": True}),
     (torch.bfloat16, 16, 32, 128, 128, "compact", {"h_dtype": torch.bfloat16}),
     (torch.float16, 2, 8, 64, 40, "compact", {"cu_seqlens_dtype": None}),
-    (torch.bfloat16, 4, 4, 256, 256, "fla", {}),
+    (torch.bfloat16, 4, 8, 256, 256, None, {}),
     (torch.float32, 4, 4, 256, 256, None, {"output_final_state": False}),
     (torch.bfloat16, 16, 32, 128, 128, None, {"pool": PoolIndices(torch.int32, torch.int64)}),
     (torch.bfloat16, 16, 32, 128, 128, None, {"pool": PoolIndices(*[torch.int64] * 4)}),

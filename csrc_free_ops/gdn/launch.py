@@ -47,12 +47,15 @@ def default_config(
     # 64 rows are those of one product on Hopper's tensor cores. A product of float32 is three: half
     # as many rows, half as much code.
     narrow = dtype.itemsize == 2
+    # Of sm_100's 512 columns of tensor memory, 64 rows of S^T with more than 128 columns take 576,
+    # and two heads of prepare in a loop up to 1088 in float32.
+    has_tensor_memory = device.is_nvidia and (device.capability or (0, 0))[0] == 10
     bk, bv = min(_pow2(K), 64), min(_pow2(V), 64 if narrow else 32)
+    if has_tensor_memory and K > 128:
+        bv = min(bv, 32)
     prepare_bk = min(_pow2(K), 128 if narrow else 32)
     while _prepare_bound(prepare_bk, dtype) > device.shared_memory:
         prepare_bk //= 2
-    # Two heads in a loop take up to 1088 columns of tensor memory in float32; sm_100 has 512.
-    has_tensor_memory = device.is_nvidia and (device.capability or (0, 0))[0] == 10
     heads = 1 if group % 2 or (has_tensor_memory and dtype is torch.float32) else 2
     for stages in (3, 2, 1):
         config = GdnConfig(prepare_bk, 4, heads, bk, bv, 4, stages)
