@@ -6,7 +6,8 @@ A region in a page is
     (written by this script)
     <!-- /table:decode_h200 -->
 
-and comes from benchmarks/results/decode_h200.json; without that file it says "not measured yet".
+and comes from benchmarks/results/decode_h200.json, or from the file that FILES has for its name;
+without that file it says "not measured yet".
 `--check` writes nothing and fails when a page differs from its results.
 """
 
@@ -16,6 +17,7 @@ import argparse
 import json
 import pathlib
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -74,6 +76,151 @@ def decode_table(result: dict[str, Any]) -> str:
         text.append("Gaps: " + "; ".join(f"{labels[name]}: {why}" for name, why in gaps) + ".")
     text.append(_provenance(result))
     return "\n".join(text)
+
+
+#: Tiers that run a library's kernel, and what `bench decode` calls the library by itself.
+_LIBRARIES = {"cudnn": "cudnn_fe", "xqa": "xqa"}
+
+
+def decode_tiers_table(result: dict[str, Any]) -> str:
+    """`bench decode --tiers auto,...`: the tier chosen, each one forced, and the libraries."""
+    labels = result["peer_labels"]
+    forced = _forced_tiers(result)
+    header = ["case", "chosen", "time"]
+    for tier in forced:
+        header.append(f"`{tier}`")
+        if tier in _LIBRARIES:
+            header.append(f"{labels[_LIBRARIES[tier]]} itself")
+    rows, ratios = [], []
+    for row in result["cases"]:
+        sides = _our_sides(row)
+        chosen = sides["ours"]
+        cells = [f"`{row['case']}`", f"`{chosen['tier']}`", _side_us(chosen)]
+        for tier in forced:
+            cells.append(_side_us(sides[f"ours:{tier}"]))
+            if tier in _LIBRARIES:
+                cells.append(_side_us(_library_side(row, tier)))
+        fastest = min(
+            side["median_us"] for name, side in sides.items() if name != "ours" and side["right"]
+        )
+        ratios.append(chosen["median_us"] / fastest)
+        rows.append([*cells, number(ratios[-1], 3)])
+    text = [_table([*header, "chosen / fastest forced"], rows), ""]
+    text.append(
+        f"Median microseconds of {result['repeats']} repeats in a captured graph, guards included;"
+        " the libraries by themselves over caches of the same layout, without guards. The chosen"
+        f" tier takes at most {max(ratios):.3f} times the fastest one."
+    )
+    text.append(_provenance(result))
+    return "\n".join(text)
+
+
+def decode_host_table(result: dict[str, Any]) -> str:
+    """`bench decode --tiers auto,...`: host microseconds of an eager call."""
+    labels = result["peer_labels"]
+    forced = _forced_tiers(result)
+    header = ["case", "chosen"]
+    for tier in forced:
+        header.append(f"`{tier}`")
+        if tier in _LIBRARIES:
+            header += [f"{labels[_LIBRARIES[tier]]} itself", "more"]
+    rows = []
+    for row in result["cases"]:
+        sides = _our_sides(row)
+        cells = [f"`{row['case']}`", number(sides["ours"].get("host_us"), 0)]
+        for tier in forced:
+            ours = sides[f"ours:{tier}"].get("host_us")
+            cells.append(number(ours, 0))
+            if tier in _LIBRARIES:
+                own = (_library_side(row, tier) or {}).get("host_us")
+                more = None if ours is None or own is None else ours - own
+                cells += [number(own, 0), number(more, 0)]
+        rows.append(cells)
+    text = [_table(header, rows), ""]
+    text.append("Microseconds of the host for one eager call, in the run of the table above.")
+    return "\n".join(text)
+
+
+def _our_sides(row: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {side["side"]: side for side in row["sides"] if side["peer"] is None}
+
+
+def _forced_tiers(result: dict[str, Any]) -> list[str]:
+    names = (name for row in result["cases"] for name in _our_sides(row) if ":" in name)
+    return list(dict.fromkeys(name.partition(":")[2] for name in names))
+
+
+def _library_side(row: dict[str, Any], tier: str) -> dict[str, Any] | None:
+    """The library by itself, over caches of the layout that ours has in this row."""
+    layout = _our_sides(row)["ours"]["layout"]
+    peer = _LIBRARIES[tier]
+    found = (s for s in row["sides"] if s["peer"] == peer and s["right"] and s["layout"] == layout)
+    return next(found, None)
+
+
+def _side_us(side: dict[str, Any] | None) -> str:
+    return number(side["median_us"] if side is not None and side["right"] else None, 1)
+
+
+def gdn_table(result: dict[str, Any]) -> str:
+    """`bench gdn`: every side of every case."""
+    labels = result["peer_labels"]
+    header = ["case", "Hq/Hv", "side", "h", "floor", "time", "host", "error of out, state"]
+    rows = []
+    for row in result["cases"]:
+        for side in row["sides"]:
+            own = side["peer"] is None
+            errors = side.get("errors", {}) if side["right"] else {}
+            rows.append(
+                [
+                    f"`{row['case']}`",
+                    f"{row['q_heads']}/{row['v_heads']}",
+                    f"ours, `{side['tier']}`" if own else labels[side["peer"]],
+                    side["h"] or "no",
+                    number(row["floor_us"], 1),
+                    _side_us(side),
+                    number(side.get("host_us"), 0),
+                    ", ".join(number(errors.get(name), 4) for name in ("out", "state")),
+                ]
+            )
+    text = [_table(header, rows), ""]
+    text.append(
+        f"Median microseconds of {result['repeats']} interleaved repeats. The floor is the time to"
+        f" copy the bytes in and out at the measured {result['copy_tb_per_s']:.2f} TB/s."
+    )
+    summary = result["summary"]
+    if summary["rows_with_ratio"]:
+        text.append(f"Ours / best peer of those measured: {summary['geometric_mean']:.3f}.")
+    text.append(_provenance(result))
+    return "\n".join(text)
+
+
+def gdn_configs_table(result: dict[str, Any]) -> str:
+    """benchmarks/gdn_configs.py: each kernel by itself, and all of them."""
+    times = {
+        (row["case"], row["config"], row["kernel"]): statistics.median(row["us"])
+        for row in result["rows"]
+        if row.get("us")
+    }
+    kernels = ["prepare_kernel", "scan_kernel", "run"]
+    found = sorted(
+        {(case, config) for case, config, _ in times},
+        key=lambda one: (one[0], times.get((*one, "run"), 0.0)),
+    )
+    rows = [
+        [f"`{case}`", f"`{config}`"]
+        + [number(times.get((case, config, kernel)), 0) for kernel in kernels]
+        for case, config in found
+    ]
+    header = ["case", "configuration", "prepare", "scan", "all launches"]
+    return "\n".join(
+        [
+            _table(header, rows),
+            "",
+            "Median microseconds, the fastest first; - where a kernel is the default's.",
+            _provenance(result),
+        ]
+    )
 
 
 def decode_float8_table(result: dict[str, Any]) -> str:
@@ -136,10 +283,18 @@ def tests_table(result: dict[str, Any]) -> str:
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_h200": decode_table,
+    "decode_flash_h200": decode_table,
+    "decode_tiers_h200": decode_tiers_table,
+    "decode_host_h200": decode_host_table,
     "decode_float8_h200": decode_float8_table,
+    "gdn_h200": gdn_table,
+    "gdn_configs_h200": gdn_configs_table,
     "boundary_cpu": boundary_table,
     "gpu_tests_h200": tests_table,
+    "gpu_tests_libraries_h200": tests_table,
 }
+#: Result files of the tables that are not named after theirs.
+FILES = {"decode_tiers_h200": "decode_h200", "decode_host_h200": "decode_h200"}
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -180,7 +335,7 @@ def _region(match: re.Match[str], results: pathlib.Path) -> str:
     name = match["name"]
     if name not in TABLES:
         raise ValueError(f"table {name!r} is none of {', '.join(TABLES)}")
-    path = results / f"{name}.json"
+    path = results / f"{FILES.get(name, name)}.json"
     if not path.exists():
         body = f"*{NOT_MEASURED}*"
     else:

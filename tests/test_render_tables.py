@@ -129,6 +129,76 @@ def test_ratio_to_a_floor_below_a_microsecond_is_not_shown(tables: ModuleType) -
     assert "| 2.0 | 4.1 | flash | 2.05 |" in tables.decode_table(result)
 
 
+def tiers_result() -> dict[str, Any]:
+    """A result of `--tiers auto,flash,xqa`."""
+    result = decode_result()
+    ours = {"peer": None, "right": True, "layout": "hnd"}
+    xqa = {"peer": "xqa", "right": True}
+    result["peer_labels"] = {"xqa": "XQA"}
+    result["cases"][0]["sides"] = [
+        {**ours, "side": "ours", "tier": "flash", "median_us": 4.4, "host_us": 30.2},
+        {**ours, "side": "ours:flash", "tier": "flash", "median_us": 4.0, "host_us": 31.0},
+        {**ours, "side": "ours:xqa", "tier": "xqa", "median_us": 9.0, "host_us": 80.4},
+        {**xqa, "side": "xqa:nhd", "layout": "nhd", "median_us": 5.0, "host_us": 20.0},
+        {**xqa, "side": "xqa:hnd", "layout": "hnd", "median_us": 6.0, "host_us": 25.0},
+    ]
+    return result
+
+
+def test_a_forced_tier_stands_beside_its_library_over_the_same_layout(tables: ModuleType) -> None:
+    header, _, row = tables.decode_tiers_table(tiers_result()).splitlines()[:3]
+    assert "| `flash` | `xqa` | XQA itself | chosen / fastest forced |" in header
+    assert row == "| `one` | `flash` | 4.4 | 4.0 | 9.0 | 6.0 | 1.100 |"
+    header, _, row = tables.decode_host_table(tiers_result()).splitlines()[:3]
+    assert header == "| case | chosen | `flash` | `xqa` | XQA itself | more |"
+    assert row == "| `one` | 30 | 31 | 80 | 25 | 55 |"
+
+
+def test_a_tier_that_takes_no_call_has_no_time(tables: ModuleType) -> None:
+    result = tiers_result()
+    result["cases"][0]["sides"][2] = {
+        "side": "ours:xqa", "peer": None, "right": False, "us": [], "failure": "not for it",
+    }  # fmt: skip
+    assert tables.decode_tiers_table(result).splitlines()[2].endswith("| 4.0 | - | 6.0 | 1.100 |")
+    assert tables.decode_host_table(result).splitlines()[2].endswith("| 31 | - | 25 | - |")
+
+
+def test_two_tables_of_one_file(tables: ModuleType, root: pathlib.Path) -> None:
+    (root / "README.md").write_text(
+        "<!-- table:decode_tiers_h200 -->\n<!-- /table:decode_tiers_h200 -->\n"
+    )
+    write(root, "decode_h200", tiers_result())
+    assert tables.main([], root) == 0
+    assert "XQA itself" in (root / "README.md").read_text()
+
+
+def test_gdn_tables(tables: ModuleType) -> None:
+    common = {key: counts_result()[key] for key in ("command", "date", "commit", "versions")}
+    common["device"] = {"name": "Some GPU"}
+    side = {
+        "side": "ours:triton", "peer": None, "h": None, "right": True, "tier": "triton",
+        "median_us": 20.04, "host_us": 9.0, "errors": {"out": 0.002, "state": 0.001},
+    }  # fmt: skip
+    wrong = {**side, "side": "fla", "peer": "fla", "h": "compact", "right": False}
+    row = {"case": "1x8k", "q_heads": 1, "v_heads": 2, "floor_us": 3.0, "sides": [side, wrong]}
+    result = {**common, "cases": [row], "peer_labels": {"fla": "FLA"}, "repeats": 3,
+              "copy_tb_per_s": 4.2, "summary": {"rows_with_ratio": 0}}  # fmt: skip
+    lines = tables.gdn_table(result).splitlines()
+    assert lines[2] == "| `1x8k` | 1/2 | ours, `triton` | no | 3.0 | 20.0 | 9 | 0.0020, 0.0010 |"
+    assert lines[3] == "| `1x8k` | 1/2 | FLA | compact | 3.0 | - | 9 | -, - |"
+
+    times = [
+        ("prepare_kernel", "default", 5.0), ("scan_kernel", "default", 7.0),
+        ("run", "default", 13.0), ("scan_kernel", "bv=32", 4.0), ("run", "bv=32", 10.0),
+    ]  # fmt: skip
+    rows = [{"case": "1x8k", "kernel": k, "config": c, "us": [us] * 3} for k, c, us in times]
+    lines = tables.gdn_configs_table({**common, "rows": rows}).splitlines()
+    assert lines[2:4] == [
+        "| `1x8k` | `bv=32` | - | 4 | 10 |",
+        "| `1x8k` | `default` | 5 | 7 | 13 |",
+    ]
+
+
 def test_docs_pages_are_written_and_builds_are_not(tables: ModuleType, root: pathlib.Path) -> None:
     region = "<!-- table:decode_h200 -->\n<!-- /table:decode_h200 -->\n"
     (root / "docs" / "guide" / "speed.md").write_text(region)
