@@ -173,7 +173,7 @@ def plan_gdn(
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), g=(g.dtype, g.aligned),
             beta=(beta.dtype, beta.aligned), cu_seqlens=cu, chunk_starts=starts, weights=dtype,
-            decays=pair, norms=pair, out=dtype,
+            decays=pair, keys=dtype, norms=pair, out=dtype,
         ),
         scalars=dict(
             tokens=T, sequences=sequences, scale=float(scale), **strides, **_strides("g", g),
@@ -196,7 +196,7 @@ def plan_gdn(
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), v=(v.dtype, v.aligned),
             initial_state=given, cu_seqlens=cu, chunk_starts=starts, weights=dtype, decays=pair,
-            norms=pair, out=dtype, final_state=pair if pool is None else given,
+            keys=dtype, norms=pair, out=dtype, final_state=pair if pool is None else given,
             h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
             **{name: (indices.get(name) or torch.int32, False) for name in _INDICES},
         ),
@@ -224,7 +224,8 @@ def plan_gdn(
         chunks,
         (chunks, Hv, 2, C, C),
         (chunks, Hv, 2, C),
-        (chunks, Hq, 2, C) if qk_l2norm else (0,),
+        (chunks, Hq, C, K) if qk_l2norm else (0,),
+        (chunks, Hq, C) if qk_l2norm else (0,),
     )
 
 
@@ -241,6 +242,7 @@ class GdnPlan:
         chunks: int,
         weights: tuple[int, ...],
         decays: tuple[int, ...],
+        keys: tuple[int, ...],
         norms: tuple[int, ...],
     ) -> None:
         self.device = device
@@ -251,6 +253,7 @@ class GdnPlan:
         self.chunks = chunks
         self.weights = weights
         self.decays = decays
+        self.keys = keys
         self.norms = norms
         self.launches = [launch for launch in (chunk_map, prepare, scan) if launch is not None]
         self.specialization = (
@@ -342,6 +345,7 @@ class GdnPlan:
         starts = out.new_empty(self.sequences + 1, dtype=torch.int32)
         weights = out.new_empty(self.weights)
         decays = out.new_empty(self.decays, dtype=torch.float32)
+        keys = out.new_empty(self.keys)
         norms = out.new_empty(self.norms, dtype=torch.float32)
         cu = starts if cu_seqlens is None else cu_seqlens
         h_starts = starts if h_cu_starts is None else h_cu_starts
@@ -349,11 +353,13 @@ class GdnPlan:
         if self.chunk_map is not None:
             calls.append((self.chunk_map, (cu, starts, h_starts)))
         if self.prepare is not None:
-            calls.append((self.prepare, (q, k, g, beta, cu, starts, weights, decays, norms, out)))
+            calls.append(
+                (self.prepare, (q, k, g, beta, cu, starts, weights, decays, keys, norms, out))
+            )
         state = decays if initial_state is None else initial_state
         final = decays if final_state is None else final_state
         checkpoints = decays if h is None else h
-        read = (q, k, v, state, cu, starts, weights, decays, norms)
+        read = (q, k, v, state, cu, starts, weights, decays, keys, norms)
         places = (starts if index is None else index for index in indices)
         calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls

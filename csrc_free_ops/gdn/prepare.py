@@ -7,10 +7,10 @@ For each chunk of 64 tokens and each value head, with ``decay[t,s] = exp(g[s+1] 
     W = diag(decay to the end) T        what the chunk writes into the state
     U = scale (decay * (Q K^T)) T       what its own tokens read of each other's values
 
-besides decays since the start of the chunk and, with ``qk_l2norm``, the factors that normalise q
-and k: what the scan would otherwise compute again for each tile of V. The diagonal of T is beta: W
-is stored without its own, which goes into a row of float32, so that what a token writes of its own
-value is rounded once.
+besides decays since the start of the chunk and, with ``qk_l2norm``, the normalised keys and the
+factors of q: what the scan would otherwise compute again for each tile of V. The diagonal of T is
+beta: W is stored without its own, which goes into a row of float32, so that what a token writes of
+its own value is rounded once.
 
 A program is one chunk of HEADS value heads, which share the tiles of a head of q and k. With
 four warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one
@@ -120,9 +120,19 @@ def load_rows(
 
 
 @triton.jit
-def normalise(x, factor):
+def _normalise(x, factor):
     """Rows times their factors, rounded to their dtype."""
     return (x.to(tl.float32) * factor[:, None]).to(x.dtype)
+
+
+@triton.jit
+def _store_keys(keys, tile, r, d, K: tl.constexpr, BK: tl.constexpr):
+    """Writes columns of a chunk's keys."""
+    at = keys + r[:, None] * K + d[None, :]
+    if K % BK == 0:
+        tl.store(at, tile)
+    else:
+        tl.store(at, tile, mask=(d < K)[None, :])
 
 
 @triton.jit
@@ -153,8 +163,8 @@ def _product(
         x_tile = load_rows(x, r, d, token_ok, x_stride_t, x_stride_d, K, BK, WIDE)
         y_tile = load_rows(y, r, d, token_ok, y_stride_t, y_stride_d, K, BK, WIDE)
         if L2NORM:
-            x_tile = normalise(x_tile, x_factor)
-            y_tile = normalise(y_tile, y_factor)
+            x_tile = _normalise(x_tile, x_factor)
+            y_tile = _normalise(y_tile, y_factor)
         product = tl.dot(x_tile, tl.trans(y_tile), product, input_precision=PRECISION)
     return product
 
@@ -180,7 +190,8 @@ def prepare_kernel(
     q, k, g, beta, cu_seqlens, chunk_starts,
     weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
     decays,  # out, float32 [chunks, HV, 2, C]: decay since the start of the chunk; W's diagonal
-    norms,  # out, float32 [chunks, HQ, 2, C]: factors of q and of k
+    keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
+    norms,  # out, float32 [chunks, HQ, C]: factors of q
     out,  # tokens of no sequence are set to zero
     tokens, sequences, scale,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
@@ -226,12 +237,17 @@ def prepare_kernel(
     if L2NORM:
         k_factor = _norm_factor(k, k_tile, r, token_ok, k_stride_t, k_stride_d, K, BK, NK, WIDE)
         q_factor = _norm_factor(q, q_tile, r, token_ok, q_stride_t, q_stride_d, K, BK, NK, WIDE)
+        k_tile = _normalise(k_tile, k_factor)
+        q_tile = _normalise(q_tile, q_factor)
         if first_head % GROUP == 0:
-            norms_at = norms + (chunk * HQ + head) * (2 * C) + r
-            tl.store(norms_at, q_factor)
-            tl.store(norms_at + C, k_factor)
-        k_tile = normalise(k_tile, k_factor)
-        q_tile = normalise(q_tile, q_factor)
+            at = (chunk * HQ + head) * C
+            tl.store(norms + at + r, q_factor)
+            keys_at = keys + at * K
+            _store_keys(keys_at, k_tile, r, d, K, BK)
+            for n in tl.static_range(1, NK):
+                more = n * BK + d
+                tile = load_rows(k, r, more, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
+                _store_keys(keys_at, _normalise(tile, k_factor), r, more, K, BK)
     for j in range(HEADS):
         h = (first_head + j).to(tl.int64)
         gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=token_ok, other=0.0)

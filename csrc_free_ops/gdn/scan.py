@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import sequence_bounds
-from csrc_free_ops.gdn.prepare import load_rows, normalise, offsets
+from csrc_free_ops.gdn.prepare import load_rows, offsets
 
 
 @triton.jit
@@ -57,16 +57,19 @@ def _store_state(
 
 @triton.jit
 def _read_tile(
-    q, k, S, KS, QS, r, d, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d, q_factor,
-    k_factor, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, S, KS, QS, r, d, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
+    K: tl.constexpr, BK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of BK columns of S^T to (K S)^T and (Q S)^T; also returns the tile of k."""
-    k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
+    """Adds the share of BK columns of S^T to (K S)^T and (Q S)^T; also returns the tile of k.
+
+    PADDED: k has rows for all tokens of the chunk.
+    """
+    if PADDED and K % BK == 0:
+        k_tile = tl.load(k + offsets(r, k_stride_t, d, k_stride_d, WIDE))
+    else:
+        k_tile = load_rows(k, r, d, token_ok | PADDED, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
-    if L2NORM:
-        k_tile = normalise(k_tile, k_factor)
-        q_tile = normalise(q_tile, q_factor)
     S = S.to(k_tile.dtype)
     KS = tl.dot(S, tl.trans(k_tile), KS, input_precision=PRECISION)
     QS = tl.dot(S, tl.trans(q_tile), QS, input_precision=PRECISION)
@@ -75,7 +78,7 @@ def _read_tile(
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
 def scan_kernel(
-    q, k, v, initial_state, cu_seqlens, chunk_starts, weights, decays, norms,
+    q, k, v, initial_state, cu_seqlens, chunk_starts, weights, decays, keys, norms,
     out,  # dtype of v [B, tokens, HV, V]
     final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
@@ -118,12 +121,17 @@ def scan_kernel(
         h_row = tl.load(h_cu_starts + i)
 
     q += row * q_stride_b + q_head * q_stride_h + begin * q_stride_t
-    k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
+    if L2NORM:
+        k = keys + (first_chunk * HQ + q_head) * (C * K)
+        k_stride_t = K
+        k_stride_d = 1
+    else:
+        k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     out += ((row * tokens + begin) * HV + v_head) * V
     weights += (first_chunk * HV + v_head) * (2 * C * C)
     decays += (first_chunk * HV + v_head) * (2 * C)
-    norms += (first_chunk * HQ + q_head) * (2 * C)
+    norms += (first_chunk * HQ + q_head) * C
     h += (h_row * HV + v_head) * (V * K)
 
     S0 = tl.zeros([BV, BK], tl.float32)
@@ -169,12 +177,10 @@ def scan_kernel(
             h += HV * V * K
 
         # What does not depend on S.
-        q_factor = tl.zeros([C], tl.float32)
-        k_factor = q_factor
-        if L2NORM:
-            q_factor = tl.load(norms + r)
-            k_factor = tl.load(norms + C + r)
         since_start = tl.load(decays + r)
+        of_query = scale * since_start
+        if L2NORM:
+            of_query *= tl.load(norms + r)
         of_chunk = tl.load(decays + C - 1)
         own = tl.load(decays + C + r)
         W = tl.load(weights + r[:, None] * C + r[None, :])
@@ -189,7 +195,7 @@ def scan_kernel(
         QS = tl.zeros([BV, C], tl.float32)
         KS, QS, k0 = _read_tile(
             q, k, S0, KS, QS, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
-            q_factor, k_factor, K, BK, L2NORM, PRECISION, WIDE,
+            K, BK, L2NORM, PRECISION, WIDE,
         )  # fmt: skip
         k1 = k0
         k2 = k0
@@ -197,23 +203,23 @@ def scan_kernel(
         if NK > 1:
             KS, QS, k1 = _read_tile(
                 q, k, S1, KS, QS, r, BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION, WIDE,
+                k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
         if NK > 2:
             KS, QS, k2 = _read_tile(
                 q, k, S2, KS, QS, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION, WIDE,
+                k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
         if NK > 3:
             KS, QS, k3 = _read_tile(
                 q, k, S3, KS, QS, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                k_stride_d, q_factor, k_factor, K, BK, L2NORM, PRECISION, WIDE,
+                k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
 
         exact = values.to(tl.float32) - since_start[None, :] * KS
         R = exact.to(W.dtype)
         D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
-        O = QS * (scale * since_start)[None, :]
+        O = QS * of_query[None, :]
         O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
         rounded = D.to(W.dtype)
         S0 = tl.dot(rounded, k0, of_chunk * S0, input_precision=PRECISION)
@@ -241,12 +247,12 @@ def scan_kernel(
                     kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, K, V, BK, NK, True
                 )
         q += C * q_stride_t
-        k += C * k_stride_t
+        k += C * k_stride_t * (HQ if L2NORM else 1)
         v += C * v_stride_t
         out += C * HV * V
         weights += HV * 2 * C * C
         decays += HV * 2 * C
-        norms += HQ * 2 * C
+        norms += HQ * C
 
     if HAS_POOL:
         _store_state(
