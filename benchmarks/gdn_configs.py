@@ -53,11 +53,15 @@ SCAN = [
     "scan_stages=2",
     "scan_stages=4",
     "scan_warps=8",
-    "bv=32",
-    "bv=32,scan_stages=2",
-    "bv=32,bk=128",
+    "bv=64",
+    "bv=64,scan_stages=2",
+    "bv=64,bk=128",
+    "bv=64,bk=128,scan_stages=2",
+    "bv=64,scan_warps=8",
+    "bv=16",
+    "bv=16,scan_warps=2",
+    "scan_warps=2,scan_stages=2",
     "bv=128,scan_warps=8",
-    "bv=128,bk=128,scan_warps=8",
 ]
 CONFIGS = [*PREPARE, *SCAN]
 

@@ -42,17 +42,15 @@ def default_config(
     """Tile shapes for head sizes K and V and ``group`` heads of v for each of q and k.
 
     The same for all tokens and sequences, so that the bits of a sequence depend on nothing else.
-    As many stages as the device has shared memory for. Not tuned yet: no GPU has run them.
+    As many stages as the device has shared memory for.
     """
-    # 64 rows are those of one product on Hopper's tensor cores. A product of float32 is three: half
-    # as many rows, half as much code.
     narrow = dtype.itemsize == 2
-    # Of sm_100's 512 columns of tensor memory, 64 rows of S^T with more than 128 columns take 576,
-    # and two heads of prepare in a loop up to 1088 in float32.
+    # Of sm_100's 512 columns of tensor memory two heads of prepare in a loop take up to 1088 in
+    # float32.
     has_tensor_memory = device.is_nvidia and (device.capability or (0, 0))[0] == 10
-    bk, bv = min(_pow2(K), 64), min(_pow2(V), 64 if narrow else 32)
-    if has_tensor_memory and K > 128:
-        bv = min(bv, 32)
+    # 64 rows of S^T would be those of one product on Hopper's tensor cores, but the products of a
+    # chunk wait for each other: half as many rows and twice the programs were a third faster.
+    bk, bv = min(_pow2(K), 64), min(_pow2(V), 32)
     prepare_bk = min(_pow2(K), 128 if narrow else 32)
     while _prepare_bound(prepare_bk, dtype) > device.shared_memory:
         prepare_bk //= 2
@@ -173,7 +171,7 @@ def plan_gdn(
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), g=(g.dtype, g.aligned),
             beta=(beta.dtype, beta.aligned), cu_seqlens=cu, chunk_starts=starts, weights=dtype,
-            decays=pair, keys=dtype, norms=pair, out=dtype,
+            vectors=pair, keys=dtype, out=dtype,
         ),
         scalars=dict(
             tokens=T, sequences=sequences, scale=float(scale), **strides, **_strides("g", g),
@@ -195,14 +193,14 @@ def plan_gdn(
         grid=sequences * Hv * -(-V // config.bv),
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), v=(v.dtype, v.aligned),
-            initial_state=given, cu_seqlens=cu, chunk_starts=starts, weights=dtype, decays=pair,
-            keys=dtype, norms=pair, out=dtype, final_state=pair if pool is None else given,
+            initial_state=given, cu_seqlens=cu, chunk_starts=starts, weights=dtype, vectors=pair,
+            keys=dtype, out=dtype, final_state=pair if pool is None else given,
             h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
             **{name: (indices.get(name) or torch.int32, False) for name in _INDICES},
         ),
         scalars=dict(
             tokens=T, chunks=chunks, rows=h_rows, places=0 if state is None else state.shape[0],
-            scale=float(scale), **strides, **_strides("v", v),
+            **strides, **_strides("v", v),
             **dict(zip(("s_stride_n", "s_stride_h", "s_stride_v", "s_stride_k"), s_strides)),
         ),
         constants=dict(
@@ -223,9 +221,8 @@ def plan_gdn(
         sequences,
         chunks,
         (chunks, Hv, 2, C, C),
-        (chunks, Hv, 2, C),
+        (chunks, Hv, 3, C),
         (chunks, Hq, C, K) if qk_l2norm else (0,),
-        (chunks, Hq, C) if qk_l2norm else (0,),
     )
 
 
@@ -241,9 +238,8 @@ class GdnPlan:
         sequences: int,
         chunks: int,
         weights: tuple[int, ...],
-        decays: tuple[int, ...],
+        vectors: tuple[int, ...],
         keys: tuple[int, ...],
-        norms: tuple[int, ...],
     ) -> None:
         self.device = device
         self.chunk_map = chunk_map
@@ -252,9 +248,8 @@ class GdnPlan:
         self.sequences = sequences
         self.chunks = chunks
         self.weights = weights
-        self.decays = decays
+        self.vectors = vectors
         self.keys = keys
-        self.norms = norms
         self.launches = [launch for launch in (chunk_map, prepare, scan) if launch is not None]
         self.specialization = (
             device.index,
@@ -344,22 +339,19 @@ class GdnPlan:
         # that a kernel does not use is stood in for by one that it has.
         starts = out.new_empty(self.sequences + 1, dtype=torch.int32)
         weights = out.new_empty(self.weights)
-        decays = out.new_empty(self.decays, dtype=torch.float32)
+        vectors = out.new_empty(self.vectors, dtype=torch.float32)
         keys = out.new_empty(self.keys)
-        norms = out.new_empty(self.norms, dtype=torch.float32)
         cu = starts if cu_seqlens is None else cu_seqlens
         h_starts = starts if h_cu_starts is None else h_cu_starts
         calls: list[tuple[Launch, tuple[Tensor, ...]]] = []
         if self.chunk_map is not None:
             calls.append((self.chunk_map, (cu, starts, h_starts)))
         if self.prepare is not None:
-            calls.append(
-                (self.prepare, (q, k, g, beta, cu, starts, weights, decays, keys, norms, out))
-            )
-        state = decays if initial_state is None else initial_state
-        final = decays if final_state is None else final_state
-        checkpoints = decays if h is None else h
-        read = (q, k, v, state, cu, starts, weights, decays, keys, norms)
+            calls.append((self.prepare, (q, k, g, beta, cu, starts, weights, vectors, keys, out)))
+        state = vectors if initial_state is None else initial_state
+        final = vectors if final_state is None else final_state
+        checkpoints = vectors if h is None else h
+        read = (q, k, v, state, cu, starts, weights, vectors, keys)
         places = (starts if index is None else index for index in indices)
         calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls

@@ -7,10 +7,11 @@ For each chunk of 64 tokens and each value head, with ``decay[t,s] = exp(g[s+1] 
     W = diag(decay to the end) T        what the chunk writes into the state
     U = scale (decay * (Q K^T)) T       what its own tokens read of each other's values
 
-besides decays since the start of the chunk and, with ``qk_l2norm``, the normalised keys and the
-factors of q: what the scan would otherwise compute again for each tile of V. The diagonal of T is
-beta: W is stored without its own, which goes into a row of float32, so that what a token writes of
-its own value is rounded once.
+The diagonal of T is beta: W is stored without its own, which goes into a vector of float32, so that
+what a token writes of its own value is rounded once. Two more vectors are the decay since the start
+of the chunk and the factor of Q S in the outputs: scale, decay and, with ``qk_l2norm``, the norm of
+q. The normalised keys are stored as well: to make them again for each tile of V took the scan half
+of its instructions.
 
 A program is one chunk of HEADS value heads, which share the tiles of a head of q and k. With
 four warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one
@@ -189,9 +190,8 @@ def _zero_padding(
 def prepare_kernel(
     q, k, g, beta, cu_seqlens, chunk_starts,
     weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
-    decays,  # out, float32 [chunks, HV, 2, C]: decay since the start of the chunk; W's diagonal
+    vectors,  # out, float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; factor of Q S
     keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
-    norms,  # out, float32 [chunks, HQ, C]: factors of q
     out,  # tokens of no sequence are set to zero
     tokens, sequences, scale,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
@@ -240,9 +240,7 @@ def prepare_kernel(
         k_tile = _normalise(k_tile, k_factor)
         q_tile = _normalise(q_tile, q_factor)
         if first_head % GROUP == 0:
-            at = (chunk * HQ + head) * C
-            tl.store(norms + at + r, q_factor)
-            keys_at = keys + at * K
+            keys_at = keys + (chunk * HQ + head) * (C * K)
             _store_keys(keys_at, k_tile, r, d, K, BK)
             for n in tl.static_range(1, NK):
                 more = n * BK + d
@@ -278,6 +276,11 @@ def prepare_kernel(
         )  # fmt: skip
         U = tl.dot(decay * QK * scale, T, input_precision=SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
-        decays_at = decays + (chunk * HV + h) * (2 * C) + r
-        tl.store(decays_at, tl.exp2(G))
-        tl.store(decays_at + C, to_end * strength)
+        since_start = tl.exp2(G)
+        vectors_at = vectors + (chunk * HV + h) * (3 * C) + r
+        tl.store(vectors_at, since_start)
+        tl.store(vectors_at + C, to_end * strength)
+        of_query = scale * since_start
+        if L2NORM:
+            of_query *= q_factor
+        tl.store(vectors_at + 2 * C, of_query)

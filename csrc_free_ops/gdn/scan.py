@@ -78,12 +78,12 @@ def _read_tile(
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
 def scan_kernel(
-    q, k, v, initial_state, cu_seqlens, chunk_starts, weights, decays, keys, norms,
+    q, k, v, initial_state, cu_seqlens, chunk_starts, weights, vectors, keys,
     out,  # dtype of v [B, tokens, HV, V]
     final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
     h_cu_starts, read_indices, write_indices, track_lens, track_indices,
-    tokens, chunks, rows, places, scale,
+    tokens, chunks, rows, places,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     v_stride_b, v_stride_t, v_stride_h, v_stride_d, s_stride_n, s_stride_h, s_stride_v, s_stride_k,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -130,8 +130,7 @@ def scan_kernel(
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     out += ((row * tokens + begin) * HV + v_head) * V
     weights += (first_chunk * HV + v_head) * (2 * C * C)
-    decays += (first_chunk * HV + v_head) * (2 * C)
-    norms += (first_chunk * HQ + q_head) * C
+    vectors += (first_chunk * HV + v_head) * (3 * C)
     h += (h_row * HV + v_head) * (V * K)
 
     S0 = tl.zeros([BV, BK], tl.float32)
@@ -169,6 +168,11 @@ def scan_kernel(
             reached = (track_len > 0) & (track_len <= length) & kept_wanted
             track = tl.where(reached, track_len, 0).to(tl.int32)
 
+    # Nothing that the compiler pipelines needs these: they are loaded a chunk ahead by hand.
+    some = (r >= 0) & (count > 0)
+    of_chunk = tl.load(vectors + C - 1, mask=count > 0, other=0.0)
+    own = tl.load(vectors + C + r, mask=some, other=0.0)
+    of_query = tl.load(vectors + 2 * C + r, mask=some, other=0.0)
     for m in range(count):
         token_ok = m * C + r < length
         if H_LAYOUT == 1:
@@ -177,12 +181,13 @@ def scan_kernel(
             h += HV * V * K
 
         # What does not depend on S.
-        since_start = tl.load(decays + r)
-        of_query = scale * since_start
-        if L2NORM:
-            of_query *= tl.load(norms + r)
-        of_chunk = tl.load(decays + C - 1)
-        own = tl.load(decays + C + r)
+        since_start = tl.load(vectors + r)
+        more = m + 1 < count
+        some = (r >= 0) & more
+        vectors += HV * 3 * C
+        next_of_chunk = tl.load(vectors + C - 1, mask=more, other=0.0)
+        next_own = tl.load(vectors + C + r, mask=some, other=0.0)
+        next_of_query = tl.load(vectors + 2 * C + r, mask=some, other=0.0)
         W = tl.load(weights + r[:, None] * C + r[None, :])
         U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
         v_at = v + offsets(vd, v_stride_d, r, v_stride_t, WIDE)
@@ -251,8 +256,9 @@ def scan_kernel(
         v += C * v_stride_t
         out += C * HV * V
         weights += HV * 2 * C * C
-        decays += HV * 2 * C
-        norms += HQ * C
+        of_chunk = next_of_chunk
+        own = next_own
+        of_query = next_of_query
 
     if HAS_POOL:
         _store_state(
