@@ -39,10 +39,12 @@ from torch_attn_tiers.cli.bench.running import free
 
 PREPARE = [
     "default",
+    "prepare_registers=128",
     "prepare_registers=168",
     "prepare_warps=8",
     "prepare_bk=64",
     "heads=1",
+    "heads=1,prepare_registers=128",
     "heads=1,prepare_registers=168",
     "heads=1,prepare_warps=8",
 ]

@@ -159,8 +159,8 @@ def test_without_checkpoints_there_is_no_memory_for_them(
     result = call.run("triton")
     taken = torch.cuda.max_memory_allocated() - before
     kept = sum(t.numel() * t.element_size() for t in result)
-    tokens_and_heads = 8192 * 32
-    assert taken - kept <= 320 * tokens_and_heads
+    scratch = 2 * 2 * 64 + 3 * 4 + 2 * 128 // 2  # W and U, vectors, keys of two heads of values
+    assert taken - kept <= 1.01 * scratch * 8192 * 32
     checkpoints = 128 * 32 * 128 * 128 * 4
     assert taken < checkpoints
 

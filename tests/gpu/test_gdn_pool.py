@@ -139,7 +139,8 @@ def test_one_kept_state_takes_no_memory_for_checkpoints(
     before = torch.cuda.memory_allocated()
     out = call.run("triton")
     taken = torch.cuda.max_memory_allocated() - before - out.numel() * 2
-    assert taken <= 320 * 8192 * 32  # scratch of the chunks
+    scratch = 2 * 2 * 64 + 3 * 4 + 2 * 128 // 2  # W and U, vectors, keys of two heads of values
+    assert taken <= 1.01 * scratch * 8192 * 32
     assert taken < 128 * 32 * 128 * 128 * 4  # a state for each chunk
 
 
