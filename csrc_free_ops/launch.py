@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from triton import knobs
 from triton.runtime import driver
 
 from csrc_free_ops.facts import DeviceFacts
@@ -64,7 +65,7 @@ class Launch:
         self._types = {n: _scalar_type(v, n not in unspecialized) for n, v in scalars.items()}
         values = {**scalars, **constants}
         self._tail = tuple(values[name] for name in kernel.arg_names[len(pointers) :])
-        self._compiled: Any = None
+        self._launch: Callable[[int, list[int]], None] | None = None  # compiled and loaded
         #: Hashable; equal for launches that one compiled kernel serves.
         self.specialization = (
             kernel.fn.__name__,
@@ -76,15 +77,15 @@ class Launch:
 
     def __call__(self, device_index: int, *tensors: torch.Tensor) -> None:
         """Launches on the current stream of a CUDA device; in Triton's interpreter, runs."""
-        if self._compiled is None:
+        launch = self._launch
+        if launch is None:
             if tensors[0].device.type == "cpu":
                 self.kernel[self.grid](*tensors, *self._tail, **self.options)
                 return
             self.compile(device_index)
-        # The compiled kernel itself: binding sixty arguments by name takes Triton longer than the
-        # launch.
-        stream = driver.active.get_current_stream(device_index)
-        self._compiled(*[tensor.data_ptr() for tensor in tensors], *self._tail, stream=stream)
+            launch = self._launch
+            assert launch is not None
+        launch(device_index, [tensor.data_ptr() for tensor in tensors])
 
     def is_compiled(self, device_index: int) -> bool:
         """Whether some launch of this specialization has been compiled and loaded."""
@@ -103,7 +104,7 @@ class Launch:
                     )
                     compiled._init_handles()  # loads the module, which a capture may not do
                 _COMPILED[key] = compiled
-        self._compiled = compiled[self.grid]
+        self._launch = _launcher(compiled, self.grid, self._tail)
 
     def compile_for(self, target: Any) -> Any:
         """The kernel compiled for a ``triton.backends.compiler.GPUTarget``, with or without a GPU.
@@ -133,6 +134,32 @@ class Launch:
             options = {n: options[n] for n in ("num_warps", "num_stages") if n in options}
         source = triton.compiler.ASTSource(self.kernel, signature, constants, attributes)
         return triton.compile(source, target=target, options=options)
+
+
+def _launcher(
+    compiled: Any, grid: tuple[int, int, int], tail: tuple[Any, ...]
+) -> Callable[[int, list[int]], None]:
+    """What launches a loaded kernel, given the device's index and the addresses.
+
+    The compiled kernel's own launcher does: binding sixty arguments by name takes Triton longer
+    than the launch, and so does calling the hooks of a profiler that is not there.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    stream_of = driver.active.get_current_stream
+    runtime = knobs.runtime
+    x, y, z = grid
+
+    def launch(device_index: int, addresses: list[int]) -> None:
+        stream = stream_of(device_index)
+        # What is no chain of hooks is left to Triton.
+        if getattr(runtime.launch_enter_hook, "calls", True) or getattr(
+            runtime.launch_exit_hook, "calls", True
+        ):
+            compiled[grid](*addresses, *tail, stream=stream)
+        else:
+            run(x, y, z, stream, function, metadata, None, None, None, *addresses, *tail)
+
+    return launch
 
 
 def compile_together(launches: Sequence[Launch], device_index: int) -> None:

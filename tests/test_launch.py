@@ -1,13 +1,18 @@
-"""Launches that are compiled beside each other."""
+"""Launches: how a compiled kernel is launched, and kernels that are compiled beside each other."""
 
 from __future__ import annotations
 
 import threading
+import types
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
+import triton
+
+from csrc_free_ops import launch as launch_module
 from csrc_free_ops.launch import compile_together
 
 
@@ -43,3 +48,59 @@ def test_an_error_of_one_is_raised() -> None:
     launches = [Fake(None), Fake(None, MemoryError("no room"))]
     with pytest.raises(MemoryError, match="no room"):
         compile_together(launches, 3)  # type: ignore[arg-type]
+
+
+class Compiled:
+    """Triton's compiled kernel, as far as a launch goes."""
+
+    function, packed_metadata = 5, (4, 1, 0)
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[Any, ...]] = []
+        self.by_triton: list[tuple[Any, ...]] = []
+
+    def run(self, *args: Any) -> None:
+        self.runs.append(args)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return lambda *args, stream: self.by_triton.append((grid, stream, *args))
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device 3 has the current stream 103."""
+    active = types.SimpleNamespace(get_current_stream=lambda index: 100 + index)
+    monkeypatch.setattr(launch_module, "driver", types.SimpleNamespace(active=active))
+
+
+def test_launch_without_hooks_goes_to_the_launcher(streams: None) -> None:
+    compiled = Compiled()
+    launch_module._launcher(compiled, (7, 1, 1), (128, 2))(3, [16, 32])
+    head = (7, 1, 1, 103, compiled.function, compiled.packed_metadata, None, None, None)
+    assert compiled.runs == [(*head, 16, 32, 128, 2)] and not compiled.by_triton
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_see_launches(name: str, streams: None) -> None:
+    """A profiler may hang them in and out at any time."""
+    compiled = Compiled()
+    launch = launch_module._launcher(compiled, (7, 1, 1), (128,))
+    launch(3, [16])
+    chain, hook = getattr(triton.knobs.runtime, name), lambda metadata: None
+    chain.add(hook)
+    try:
+        launch(3, [16])
+    finally:
+        chain.remove(hook)
+    launch(3, [16])
+    assert compiled.by_triton == [((7, 1, 1), 103, 16, 128)] and len(compiled.runs) == 2
+
+
+@pytest.mark.parametrize("hook", [None, print])
+def test_what_is_no_chain_of_hooks_is_left_to_triton(
+    hook: Any, streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "launch_enter_hook", hook)
+    compiled = Compiled()
+    launch_module._launcher(compiled, (7, 1, 1), ())(3, [16])
+    assert compiled.by_triton and not compiled.runs
