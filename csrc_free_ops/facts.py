@@ -175,12 +175,14 @@ def device_facts(device: torch.device | str) -> DeviceFacts:
 
 def is_capturing(device: DeviceFacts) -> bool:
     """Whether the current stream of ``device`` is being captured into a CUDA graph."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    if device.index >= torch.cuda.device_count():  # invented
+    # Asked at calls: is_available() takes longer than the rest, and CUDA that nobody has used yet
+    # captures nothing.
+    if device.type != "cuda" or not torch.cuda.is_initialized():
         return False
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
+    if device.index >= torch.cuda.device_count():  # invented
+        return False
     with torch.cuda.device(device.index):  # the question is about the current device's stream
         return torch.cuda.is_current_stream_capturing()
 
