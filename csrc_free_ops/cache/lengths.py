@@ -32,7 +32,6 @@ class RowGuard:
         width: elements of an output row; rows lie one after the other.
         out_dtype: dtype of the output.
         lengths_dtype: int32 or int64.
-        counts_dtype: int32, or uint32 for libraries that ask for it; the bits are the same.
         use_triton: False takes PyTorch's operators, which are several launches.
     """
 
@@ -45,14 +44,12 @@ class RowGuard:
         width: int,
         out_dtype: torch.dtype,
         lengths_dtype: torch.dtype,
-        counts_dtype: torch.dtype = torch.int32,
         use_triton: bool | None = None,
     ) -> None:
         self.device = device
         self.batch = batch
         self.capacity = capacity
         self.width = width
-        self.counts_dtype = counts_dtype
         if use_triton is None:
             use_triton = has_triton() and (device.type == "cuda" or device.interpret)
         self._count: Launch | None = None
@@ -72,14 +69,19 @@ class RowGuard:
             for launch in self.launches:
                 launch.compile(self.device.index)
 
-    def counts(self, lengths: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """New counts of `shape`, one for each of the dense `lengths` `[B]`."""
-        counts = lengths.new_empty(shape, dtype=self.counts_dtype)
+    def count(self, lengths: Tensor, counts: Tensor) -> None:
+        """Write a count for each of the dense `lengths` `[B]`.
+
+        Args:
+            lengths: any integers; clamped to what there may be.
+            counts: B dense numbers, int32 or, for libraries that ask for it, uint32: the bits are
+                the same.
+        """
         if self._count is not None:
             self._count(self.device.index, lengths, counts)
         else:
-            self._fill(counts, lengths)
-        return counts
+            clamped = lengths.clamp(0, self.capacity)
+            counts.view(torch.int32).copy_(clamped.view(counts.shape))
 
     def zero(self, counts: Tensor, out: Tensor) -> None:
         """Zero the rows of the contiguous `out` without a key, whatever they held."""
@@ -88,10 +90,6 @@ class RowGuard:
         else:
             empty = counts.view(torch.int32).reshape(self.batch, 1) == 0
             out.view(self.batch, self.width).masked_fill_(empty, 0.0)
-
-    def _fill(self, counts: Tensor, lengths: Tensor) -> None:
-        clamped = lengths.clamp(0, self.capacity)
-        counts.view(torch.int32).copy_(clamped.view(counts.shape))
 
 
 def _count_launch(batch: int, capacity: int, lengths_dtype: torch.dtype) -> Launch:

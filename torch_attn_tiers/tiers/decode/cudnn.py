@@ -23,7 +23,7 @@ from torch_attn_tiers.problem import DecodeProblem
 from torch_attn_tiers.tier import Plan, Tier
 from torch_attn_tiers.tiers.decode import single_row
 from torch_attn_tiers.tiers.decode.device_memory import PlanTensors, current_stream
-from torch_attn_tiers.tiers.decode.layout import heads_first, output_shape
+from torch_attn_tiers.tiers.decode.layout import output_shape
 from torch_attn_tiers.tiers.decode.library import Library
 
 FRONTEND = Library("nvidia-cudnn-frontend", "cudnn", oldest=(1, 24))
@@ -129,14 +129,17 @@ class Handles:
 
     def own(self, problem: DecodeProblem) -> Any:
         """This thread's handle of the problem's device, which is the current one."""
+        try:
+            return self._local.mine.by_device[problem.device.index]
+        except (AttributeError, KeyError):
+            return self._first(problem)
+
+    def _first(self, problem: DecodeProblem) -> Any:
         mine = getattr(self._local, "mine", None)
         if mine is None:
             mine = self._local.mine = self._Mine()
             weakref.finalize(mine, self._give_back, mine.by_device).atexit = False
-        index = problem.device.index
-        handle = mine.by_device.get(index)
-        if handle is None:
-            handle = mine.by_device[index] = self._take(problem)
+        handle = mine.by_device[problem.device.index] = self._take(problem)
         return handle
 
     def keep_a_spare(self, problem: DecodeProblem) -> None:
@@ -279,17 +282,22 @@ class _Run:
         k_scale: None,
         v_scale: None,
     ) -> Tensor:
-        problem = self.problem
+        problem, guard = self.problem, self.guard
         stream = current_stream(problem.device)
         self.constants.used_on(stream)
         query_counts, key_counts = self.constants.tensors
-        if self.guard is not None and nonpad_kv_seqlen is not None:
-            key_counts = self.guard.counts(nonpad_kv_seqlen, (problem.B, 1, 1, 1))
-        out = query.new_empty(self.shape)
+        if guard is not None and nonpad_kv_seqlen is not None:
+            key_counts = torch.empty_like(key_counts)
+            guard.count(nonpad_kv_seqlen, key_counts)
+        out = query.new_empty(*self.shape)  # faster than with a tuple
+        if problem.rank == 3:
+            query = query.as_strided(problem.query.shape, problem.query.stride)
+            key = key.as_strided(problem.key.shape, problem.key.stride)
+            value = value.as_strided(problem.value.shape, problem.value.stride)
         buffers = {
-            _QUERY: heads_first(query, problem.Hq),
-            _KEY: heads_first(key, problem.Hkv),
-            _VALUE: heads_first(value, problem.Hkv),
+            _QUERY: query,
+            _KEY: key,
+            _VALUE: value,
             _QUERY_COUNTS: query_counts,
             _KEY_COUNTS: key_counts,
             _OUT: out,
@@ -300,9 +308,9 @@ class _Run:
         self.cudnn.set_stream(handle=handle, stream=stream)
         with self.lock:
             self.graph.execute(buffers, workspace, handle=handle)
-        if self.guard is not None:
+        if guard is not None:
             # NaN in some versions. After the run: cuDNN may write the row.
-            self.guard.zero(key_counts, out)
+            guard.zero(key_counts, out)
         return out
 
 

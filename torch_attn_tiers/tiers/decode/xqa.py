@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.cache.lengths import RowGuard
-from csrc_free_ops.facts import DeviceFacts, TensorFacts, is_capturing
+from csrc_free_ops.facts import DeviceFacts, TensorFacts, contiguous_facts, is_capturing
 from csrc_free_ops.pools import outside_pools
 from torch_attn_tiers.problem import DecodeProblem, dtype_name
 from torch_attn_tiers.tier import Plan, Tier
@@ -433,7 +433,10 @@ class _Run:
         self.problem = problem
         self.pages = pages_of(problem.key, self.kernel.page_size)
         self.shape = output_shape(problem)
+        self.kv_heads = problem.Hkv
         self.heads_shape = (problem.B, 1, problem.Hq, problem.D)
+        facts = problem.query
+        self.is_dense = facts.stride == contiguous_facts(facts.shape, facts.dtype).stride
         # The library multiplies by 1/sqrt(D).
         self.q_scale = float(problem.scale * math.sqrt(problem.D))
         # It counts the current key too.
@@ -451,7 +454,6 @@ class _Run:
                 width=problem.Hq * problem.D,
                 out_dtype=problem.query.dtype,
                 lengths_dtype=problem.lengths_dtype,
-                counts_dtype=torch.uint32,
             )
             self.guard.compile()
 
@@ -477,13 +479,15 @@ class _Run:
         k_scale: Tensor | None,
         v_scale: Tensor | None,
     ) -> Tensor:
-        problem, pages = self.problem, self.pages
+        problem, guard = self.problem, self.guard
+        size, stride = self.pages.size, self.pages.stride
         stream = current_stream(problem.device)
         self.constants.used_on(stream)
         table, counts = self.constants.tensors
-        out = query.new_empty(self.shape)
-        if self.guard is not None and nonpad_kv_seqlen is not None:
-            counts = self.guard.counts(nonpad_kv_seqlen, (problem.B, 1))
+        out = query.new_empty(*self.shape)  # faster than with a tuple, as views are
+        if guard is not None and nonpad_kv_seqlen is not None:
+            counts = torch.empty_like(counts)
+            guard.count(nonpad_kv_seqlen, counts)
         if is_capturing(problem.device):
             semaphores, scratch = self.memory.for_captured_call(self.semaphores)
         else:
@@ -491,18 +495,18 @@ class _Run:
         if sinks is not None:
             sinks = sinks.to(torch.float32).view(problem.Hkv, problem.G)
         self.xqa(
-            self._dense(query),
-            key.as_strided(pages.size, pages.stride),
-            value.as_strided(pages.size, pages.stride),
+            query.view(*self.heads_shape) if self.is_dense else self._copy(query),
+            key.as_strided(size, stride),
+            value.as_strided(size, stride),
             table,
             counts,
-            out.view(self.heads_shape),
+            out.view(*self.heads_shape),
             scratch,
             semaphores,
-            problem.Hkv,
+            self.kv_heads,
             self.kernel.page_size,
             sinks=sinks,
-            q_scale=self._q_scale(k_scale),
+            q_scale=self.q_scale if k_scale is None else self._q_scale(k_scale),
             sliding_win_size=self.window,
             kv_layout="NHD",
             sm_count=problem.device.multiprocessors,
@@ -510,22 +514,20 @@ class _Run:
         if v_scale is not None:
             # With a dimension, so that the product is float32's.
             torch.mul(out, v_scale.view(1), out=out)
-        if self.guard is not None:
+        if guard is not None:
             # Afterwards: an empty row is left as it was, or is NaN if many programs shared it.
-            self.guard.zero(counts, out)
+            guard.zero(counts, out)
         return out
 
-    def _q_scale(self, k_scale: Tensor | None) -> float | Tensor:
+    def _q_scale(self, k_scale: Tensor) -> Tensor:
         """What the library multiplies logits by; a tensor is read by its kernel.
 
         The scale that it has for the caches is one for keys and values alike, and is left at 1.
         """
-        if k_scale is None:
-            return self.q_scale
         return k_scale if self.q_scale == 1.0 else k_scale * self.q_scale
 
-    def _dense(self, query: Tensor) -> Tensor:
-        """The query as ``[B,1,Hq,D]``: itself, or a copy if it is a slice of something."""
+    def _copy(self, query: Tensor) -> Tensor:
+        """A slice of something as a new ``[B,1,Hq,D]``."""
         if query.dim() == 4:
             return query.transpose(1, 2).contiguous()
         return query.reshape(self.heads_shape).contiguous()
