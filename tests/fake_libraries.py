@@ -173,6 +173,20 @@ class FakeGraph:
             out[b, :, 0] = row.to(out.dtype)
 
 
+class OrderedFakeGraph(FakeGraph):
+    """That of a frontend which takes buffers in the order of their numbers, too."""
+
+    orders: list[tuple[int, ...]] = []
+
+    def execute(self, buffers: Any, workspace: torch.Tensor, handle: FakeHandle,
+                tensor_uids: tuple[int, ...] | None = None) -> None:  # fmt: skip
+        if tensor_uids is not None:
+            assert type(buffers) is tuple
+            self.orders.append(tensor_uids)
+            buffers = dict(zip(tensor_uids, buffers, strict=True))
+        super().execute(buffers, workspace, handle=handle)
+
+
 def fake_cudnn(version: str = "1.32.0", backend: int = 91900) -> types.ModuleType:
     """The module `cudnn`."""
     module = types.ModuleType("cudnn")

@@ -17,7 +17,7 @@ import torch
 import torch_attn_tiers
 from tests import fake_libraries
 from tests.conformance.calls import Call, Maker, poisoned_memory
-from tests.fake_libraries import FakeGraph, FakeHandle, Faults
+from tests.fake_libraries import FakeGraph, FakeHandle, Faults, OrderedFakeGraph
 from tests.library_cases import Arrangement, cudnn_arrangements
 from tests.test_predicates import (
     DEVICES,
@@ -336,6 +336,18 @@ def test_empty_rows_are_zero_whatever_the_library_writes(runs: None) -> None:
         y = decode(*_step(lengths=(0, 5)))
         none = decode(*_step(lengths=(-3, 0)))
     assert bool((y[0] == 0).all()) and bool(torch.isfinite(y[1]).all()) and bool((none == 0).all())
+
+
+@pytest.mark.parametrize("lengths", [None, (7, 32)])
+def test_buffers_in_order_where_the_frontend_takes_them(
+    lengths: tuple[int, int] | None, runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cudnn.FRONTEND.module(), "pygraph", OrderedFakeGraph)
+    monkeypatch.setattr(OrderedFakeGraph, "orders", [])
+    args = _step(lengths=lengths)
+    y = decode(*args)
+    assert OrderedFakeGraph.orders == [cudnn._TENSORS]
+    torch.testing.assert_close(y, decode(*args, tier="unfused"), atol=0.01, rtol=0.01)
 
 
 def test_calls_that_differ_do_not_share_a_graph(runs: None) -> None:
