@@ -98,6 +98,7 @@ class FakeGraph:
     """`cudnn.pygraph`, as far as attention of one row goes."""
 
     faults = Faults()
+    workspace_size = 48
     built: list[FakeGraph] = []
     executed: list[tuple[FakeGraph, FakeHandle]] = []
 
@@ -140,12 +141,14 @@ class FakeGraph:
         FakeGraph.built.append(self)
 
     def get_workspace_size(self) -> int:
-        return 0
+        return self.workspace_size
 
     def execute(self, buffers: dict[int, torch.Tensor], workspace: torch.Tensor, *,
                 handle: FakeHandle) -> None:  # fmt: skip
         assert self.steps[-1] == "build_plans" and handle.stream is not None
-        assert workspace.dtype is torch.uint8
+        assert workspace.nbytes >= max(1, self.workspace_size)
+        if self.workspace_size:
+            workspace.fill_(0xFF)
         FakeGraph.executed.append((self, handle))
         if self.faults.at_run is not None:
             raise self.faults.at_run

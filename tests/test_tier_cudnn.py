@@ -350,6 +350,13 @@ def test_buffers_in_order_where_the_frontend_takes_them(
     torch.testing.assert_close(y, decode(*args, tier="unfused"), atol=0.01, rtol=0.01)
 
 
+def test_graph_without_a_workspace(runs: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeGraph, "workspace_size", 0)
+    args = _step()
+    y = decode(*args)
+    torch.testing.assert_close(y, decode(*args, tier="unfused"), atol=0.01, rtol=0.01)
+
+
 def test_calls_that_differ_do_not_share_a_graph(runs: None) -> None:
     """dtype, scale, strides, sizes: each is part of a graph."""
     m = Maker(torch.float16)

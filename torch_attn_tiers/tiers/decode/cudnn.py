@@ -261,7 +261,7 @@ class _Run:
         self.graph = _graph(problem, handle)
         self.execute = _executor(self.graph)
         weakref.finalize(self, _DROPPED.append, self.graph).atexit = False
-        self.workspace_bytes = max(1, self.graph.get_workspace_size())
+        self.workspace_bytes = self.graph.get_workspace_size()
         self.shape = output_shape(problem)
         #: Two threads may run one plan, each with its own handle; graphs do not promise to bear it.
         self.lock = threading.Lock()
@@ -313,8 +313,10 @@ class _Run:
             key = key.as_strided(problem.key.shape, problem.key.stride)
             value = value.as_strided(problem.value.shape, problem.value.stride)
         buffers = (query, key, value, query_counts, key_counts, out)
-        # From PyTorch's allocator at every call: a graph's pool owns what its capture takes.
-        workspace = query.new_empty(self.workspace_bytes, dtype=torch.uint8)
+        workspace = query_counts  # an address is wanted even where nothing is written to it
+        if self.workspace_bytes:
+            # From PyTorch's allocator at every call: a graph's pool owns what its capture takes.
+            workspace = query.new_empty(self.workspace_bytes, dtype=torch.uint8)
         handle = HANDLES.own(problem)
         self.cudnn.set_stream(handle=handle, stream=stream)
         with self.lock:
