@@ -54,6 +54,15 @@ class DeviceFacts(NamedTuple):
         """Whether it is one of NVIDIA's GPUs: AMD's are of the type "cuda" as well."""
         return self.arch.startswith("sm_")
 
+    @property
+    def has_pdl(self) -> bool:
+        """Whether a kernel may be launched before the one it depends on has ended (since Hopper).
+
+        Such a kernel (Triton's option ``launch_pdl``) waits by itself, by ``gdc_wait``, before it
+        touches memory.
+        """
+        return self.is_nvidia and self.capability is not None and self.capability >= (9, 0)
+
     @classmethod
     def of(cls, arch: str, index: int = 0) -> DeviceFacts:
         """Facts of a usual GPU of an architecture, which need not be here.

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 
 @triton.jit
@@ -12,16 +13,21 @@ def _valid(lengths, row, capacity, mask):
 
 
 @triton.jit(do_not_specialize=["batch", "capacity"])
-def count_kernel(lengths, counts, batch, capacity, ROWS: tl.constexpr):
+def count_kernel(lengths, counts, batch, capacity, ROWS: tl.constexpr, PDL: tl.constexpr):
     """Grid: `cdiv(batch, ROWS)` programs."""
+    if PDL:
+        tl_cuda.gdc_wait()
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < batch
     tl.store(counts + row, _valid(lengths, row, capacity, mask), mask=mask)
 
 
 @triton.jit
-def zero_kernel(counts, out, width, BLOCK: tl.constexpr):
+def zero_kernel(counts, out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid: `batch * cdiv(width, BLOCK)` programs; only those of empty rows write to `out`."""
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -8,7 +8,7 @@ graph may be replayed with others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,8 +55,8 @@ class RowGuard:
         self._count: Launch | None = None
         self._zero: Launch | None = None
         if use_triton and batch and width:
-            self._count = _count_launch(batch, capacity, lengths_dtype)
-            self._zero = _zero_launch(batch, width, out_dtype)
+            self._count = _count_launch(device, batch, capacity, lengths_dtype)
+            self._zero = _zero_launch(device, batch, width, out_dtype)
 
     @property
     def launches(self) -> tuple[Launch, ...]:
@@ -92,7 +92,9 @@ class RowGuard:
             out.view(self.batch, self.width).masked_fill_(empty, 0.0)
 
 
-def _count_launch(batch: int, capacity: int, lengths_dtype: torch.dtype) -> Launch:
+def _count_launch(
+    device: DeviceFacts, batch: int, capacity: int, lengths_dtype: torch.dtype
+) -> Launch:
     from csrc_free_ops.cache.kernels_lengths import count_kernel
     from csrc_free_ops.launch import Launch
 
@@ -101,12 +103,12 @@ def _count_launch(batch: int, capacity: int, lengths_dtype: torch.dtype) -> Laun
         grid=-(-batch // _ROWS),
         pointers=dict(lengths=(lengths_dtype, False), counts=(torch.int32, True)),
         scalars=dict(batch=batch, capacity=capacity),
-        constants=dict(ROWS=_ROWS),
-        options=dict(num_warps=2),
+        constants=dict(ROWS=_ROWS, PDL=device.has_pdl),
+        options=_options(device, 2),
     )
 
 
-def _zero_launch(batch: int, width: int, out_dtype: torch.dtype) -> Launch:
+def _zero_launch(device: DeviceFacts, batch: int, width: int, out_dtype: torch.dtype) -> Launch:
     from csrc_free_ops.cache.kernels_lengths import zero_kernel
     from csrc_free_ops.launch import Launch
 
@@ -115,6 +117,11 @@ def _zero_launch(batch: int, width: int, out_dtype: torch.dtype) -> Launch:
         grid=batch * -(-width // _BLOCK),
         pointers=dict(counts=(torch.int32, True), out=(out_dtype, True)),
         scalars=dict(width=width),
-        constants=dict(BLOCK=_BLOCK),
-        options=dict(num_warps=4),
+        constants=dict(BLOCK=_BLOCK, PDL=device.has_pdl),
+        options=_options(device, 4),
     )
+
+
+def _options(device: DeviceFacts, warps: int) -> dict[str, Any]:
+    """The kernels run beside the library's: launched early, they cost less of its time."""
+    return dict(num_warps=warps, launch_pdl=True) if device.has_pdl else dict(num_warps=warps)

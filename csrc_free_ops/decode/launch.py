@@ -580,7 +580,7 @@ def _constants(
         # Over few numbers the roundings of P do not average out, and may add to that of the output.
         TWO_TERMS=problem.query.dtype == torch.bfloat16 and dv <= 32 and not problem.is_float8,
         NARROW_ROWS=config.block_n * widest_step <= _INT32_MAX,
-        PDL=_has_pdl(device),
+        PDL=device.has_pdl,
         NATIVE_FLOAT8=problem.is_float8 and _converts_float8(device),
         V_WORDS=problem.has_value_words,
     )
@@ -589,7 +589,7 @@ def _constants(
 def _options(device: DeviceFacts, config: SplitKVConfig) -> dict[str, Any]:
     """Triton's options of compiling and launching."""
     options: dict[str, Any] = dict(num_warps=config.num_warps)
-    if _has_pdl(device):
+    if device.has_pdl:
         options["launch_pdl"] = True
     if device.is_nvidia and config.max_registers is not None:
         options["maxnreg"] = config.max_registers
@@ -599,11 +599,6 @@ def _options(device: DeviceFacts, config: SplitKVConfig) -> dict[str, Any]:
 def _converts_float8(device: DeviceFacts) -> bool:
     """Whether the device has instructions from float8_e4m3fn to float16 (since Ada)."""
     return device.is_nvidia and device.capability is not None and device.capability >= (8, 9)
-
-
-def _has_pdl(device: DeviceFacts) -> bool:
-    """Whether a kernel may be launched before the one it depends on has ended (since Hopper)."""
-    return device.is_nvidia and device.capability is not None and device.capability >= (9, 0)
 
 
 class SplitKVPlan:

@@ -79,7 +79,6 @@ def plan_gdn_decode(
     is_dense = (
         state.stride[2:] == (K, 1) and V % config.bv == 0 and K * state.dtype.itemsize % 128 == 0
     )
-    has_pdl = device.is_nvidia and (device.capability or (0, 0)) >= (9, 0)
     ki = min(_pow2(K), config.lanes * 16 // state.dtype.itemsize)
 
     tensors = dict(
@@ -113,17 +112,18 @@ def plan_gdn_decode(
             KO=_pow2(K) // ki, BV=config.bv, KI=ki, RAW=A_log is not None, L2NORM=qk_l2norm,
             HAS_INDICES=has_indices, WRITE_EACH=write_each, UNROLL=config.unroll,
             LOAD_POLICY=config.load_policy, STORE_POLICY=config.store_policy,
-            PREFETCH=config.prefetch and has_pdl and is_dense and not has_indices, PDL=has_pdl,
+            PREFETCH=config.prefetch and device.has_pdl and is_dense and not has_indices,
+            PDL=device.has_pdl,
         ),
-        options=_options(config, device, has_pdl),
+        options=_options(config, device),
     )  # fmt: skip
     return GdnDecodePlan(device, launch)
 
 
-def _options(config: RecurrentConfig, device: DeviceFacts, has_pdl: bool) -> dict[str, Any]:
+def _options(config: RecurrentConfig, device: DeviceFacts) -> dict[str, Any]:
     """Triton's options of compiling and launching."""
     options: dict[str, Any] = dict(num_warps=config.num_warps)
-    if has_pdl:
+    if device.has_pdl:
         options["launch_pdl"] = True
     if config.max_registers is not None and device.is_nvidia:
         options["maxnreg"] = config.max_registers
