@@ -59,3 +59,11 @@ def test_released_counters_serve_later_captures(arena: scratch.CounterArena) -> 
     arena.release_captured()
     assert arena.for_captured_call(50).data_ptr() == first.data_ptr()
     assert arena.for_captured_call(50).data_ptr() != first.data_ptr()
+
+
+@pytest.mark.parametrize("last", range(1, 34))
+def test_what_is_left_is_enough_only_for_whole_pieces(
+    arena: scratch.CounterArena, last: int
+) -> None:
+    assert arena.for_stream(7, 333).numel() >= 333  # of a chunk of 2 * 333, no multiple of 32
+    assert arena.for_stream(8, 333 - 34 + last).numel() >= 333 - 34 + last

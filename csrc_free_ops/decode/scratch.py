@@ -16,6 +16,7 @@ from csrc_free_ops.facts import device_facts, is_capturing
 from csrc_free_ops.pools import outside_pools
 
 COUNTERS_PER_CHUNK = 1 << 20  # 4 MiB
+_COUNTERS_PER_LINE = 32  # 128 bytes
 COUNTERS_PER_STREAM = 1024  # at least, so that a stream seldom has to be given a larger piece
 
 
@@ -33,10 +34,11 @@ class CounterArena:
         self._chunks: list[torch.Tensor] = []
 
     def reserve(self, count: int) -> None:
-        """Makes sure that the next ``count`` counters need no allocation.
+        """Makes sure that the next ``count`` counters, as one piece, need no allocation.
 
         Inside a capture it does nothing: `for_captured_call` manages without.
         """
+        count = _piece_size(count)
         if is_capturing(device_facts(self._device)):
             return
         with self._lock:
@@ -81,11 +83,19 @@ class CounterArena:
 
     def _carve(self, count: int) -> torch.Tensor | None:
         """``count`` counters from the rest of the chunk; None if it has no more. Under the lock."""
-        count = -(-count // 32) * 32  # a cache line, so that pieces do not contend
+        count = _piece_size(count)
         if self._rest is None or self._rest.numel() < count:
             return None
         piece, self._rest = self._rest[:count], self._rest[count:]
         return piece
+
+
+def _piece_size(count: int) -> int:
+    """The size of a piece of at least ``count`` counters.
+
+    Pieces are whole cache lines, so that they do not contend.
+    """
+    return -(-count // _COUNTERS_PER_LINE) * _COUNTERS_PER_LINE
 
 
 def _zeros_outside_pools(count: int, device: torch.device) -> torch.Tensor:
