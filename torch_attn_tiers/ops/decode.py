@@ -54,6 +54,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from csrc_free_ops.facts import (
     DeviceFacts,
@@ -71,7 +72,7 @@ from torch_attn_tiers.ops.checks import (
     require_type,
     shape_of,
 )
-from torch_attn_tiers.ops.registration import define, forbid_grad
+from torch_attn_tiers.ops.registration import define, forbid_grad, forbid_tangents
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import DecodeProblem, dtype_name, library_versions
 from torch_attn_tiers.tier import tier_names
@@ -548,6 +549,8 @@ def _decode(
             or (v_scale is not None and v_scale.requires_grad)
         ):
             forbid_grad("decode", query, key, value, attn_mask, sinks, k_scale, v_scale)
+        if forward_ad._current_level >= 0:
+            forbid_tangents("decode", query, key, value, attn_mask, sinks, k_scale, v_scale)
         flat = (
             "decode",
             options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,7 +103,7 @@ def _transformed(name: str, mutates: Sequence[str]) -> Callable[..., Any]:
             if kind == "Grad":
                 forbid_grad(qualified, *args)
             else:
-                _forbid_tangents(qualified, *args)
+                forbid_tangents(qualified, *args)
             unwrap = lambda t: _functorch._unwrap_for_grad(t, level)  # noqa: E731
             args = pytree.tree_map_only(Tensor, unwrap, args)
             with interpreter.lower():
@@ -129,18 +130,32 @@ def _transformed(name: str, mutates: Sequence[str]) -> Callable[..., Any]:
     return transform
 
 
-def _forbid_tangents(op: str, *tensors: Tensor | None) -> None:
-    """Raise if a forward derivative would be lost."""
+def forbid_tangents(op: str, *tensors: Tensor | None) -> None:
+    """Raise if forward derivatives would be lost: an input has one."""
     for tensor in tensors:
-        if tensor is not None and forward_ad.unpack_dual(tensor, level=0).tangent is not None:
+        if tensor is not None and _tangent(tensor) is not None:
             raise RuntimeError(
                 f"attn_tiers::{op} is inference-only and an input has a forward derivative; "
                 "detach the input"
             )
 
 
+def _tangent(tensor: Tensor) -> Tensor | None:
+    """The forward derivative, below autograd too: fakes and traced calls are run there."""
+    with contextlib.ExitStack() as stack:
+        for key in ("AutogradFunctionality", "ADInplaceOrView"):
+            key = getattr(torch._C.DispatchKey, key)
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+        return forward_ad.unpack_dual(tensor, level=0).tangent
+
+
 def forbid_grad(op: str, *tensors: Tensor | None) -> None:
-    """Raise if gradients would be lost: grad mode is on and an input requires grad."""
+    """Raise if derivatives would be lost.
+
+    That is, grad mode is on and an input requires grad, or an input has a forward derivative.
+    """
+    if forward_ad._current_level >= 0:  # else no tensor has one
+        forbid_tangents(op, *tensors)
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
