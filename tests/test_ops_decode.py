@@ -400,3 +400,18 @@ def test_vmap_is_call_by_call() -> None:
     assert torch.vmap(lambda _: decode(query, key, key))(queries).shape == queries.shape
     with pytest.raises(NotImplementedError, match=r"tensor_scatter_ is not supported .* \(Vmap\)"):
         torch.vmap(torch.ops.attn_tiers.tensor_scatter_)(key[None].clone(), key[None])
+
+
+def test_vmap_over_nothing() -> None:
+    query, key = _transform_inputs()
+    queries = torch.randn(0, *query.shape)
+    decode = torch.ops.attn_tiers.decode
+
+    def f(query: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return decode.present(query, key, key)
+
+    output, present, _ = torch.vmap(f)(queries)
+    assert output.shape == (0, *query.shape) and present.shape == (0, *key.shape)
+    assert output.dtype is query.dtype and output.device == query.device
+    twice = torch.vmap(torch.vmap(lambda query: decode(query, key, key)))(queries[None])
+    assert twice.shape == (1, 0, *query.shape)

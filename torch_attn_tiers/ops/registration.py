@@ -124,10 +124,29 @@ def _transformed(name: str, mutates: Sequence[str]) -> Callable[..., Any]:
             for i in range(interpreter.batch_size()):
                 row = [a if d is None else a.select(d, i) for a, d in zip(args, dims)]
                 results.append(operator(*row, **kwargs))
-            stacked = pytree.tree_map(lambda *rows: torch.stack(rows), *results)
+            if results:
+                stacked = pytree.tree_map(lambda *rows: torch.stack(rows), *results)
+            else:
+                stacked = _of_no_rows(operator, args, dims, kwargs)
         return pytree.tree_map(lambda t: _functorch._add_batch_dim(t, 0, level), stacked)
 
     return transform
+
+
+def _of_no_rows(operator: Any, args: Any, dims: Any, kwargs: dict[str, Any]) -> Any:
+    """What the results of a call for each row of an empty dimension are stacked to."""
+    from torch.utils import _pytree as pytree
+
+    row = []
+    for argument, dim in zip(args, dims):
+        if isinstance(argument, Tensor):
+            shape = [size for i, size in enumerate(argument.shape) if i != dim]
+            device, argument = argument.device, argument.new_empty(shape, device="meta")
+        row.append(argument)
+    return pytree.tree_map(
+        lambda result: result.new_empty((0, *result.shape), device=device),
+        operator(*row, **kwargs),
+    )
 
 
 def forbid_tangents(op: str, *tensors: Tensor | None) -> None:
