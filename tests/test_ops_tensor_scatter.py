@@ -351,3 +351,48 @@ def test_one_cache_for_keys_and_values_is_an_error() -> None:
     kv_scatter_(packed[..., 0, :], packed[..., 1, :], update, update)
     empty = torch.empty(0, HKV, T, D)
     kv_scatter_(empty, empty, *[torch.empty(0, HKV, S, D)] * 2)
+
+
+@pytest.mark.parametrize("scatter", ["linear", "circular"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.uint8, torch.int8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int16, torch.uint16, torch.float16, torch.bfloat16, torch.bits16,
+        torch.int32, torch.uint32, torch.float32, torch.complex32,
+        torch.int64, torch.uint64, torch.float64, torch.complex64, torch.complex128,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_dtype_of_any_kind_is_copied(dtype: torch.dtype, scatter: str) -> None:
+    """By its bytes, which are compared."""
+    size = dtype.itemsize
+    bytes_ = torch.randint(2, (2, 5, 3 * size), dtype=torch.uint8)
+    cache, update = bytes_.view(dtype), bytes_[:, :2].flip(-1).contiguous().view(dtype)
+    expected = bytes_.clone()
+    expected[0, 3:5] = update.view(torch.uint8)[0]
+    expected[1, 4] = update.view(torch.uint8)[1, 0]
+    if scatter == "circular":
+        expected[1, 0] = update.view(torch.uint8)[1, 1]
+    tensor_scatter_(cache, update, torch.tensor([3, 4]), write_mode=scatter)
+    assert bytes_.equal(expected)
+
+
+def test_a_cache_without_elements_is_never_expanded() -> None:
+    empty, update = torch.zeros(1, 1, 1, 0).expand(2, 2, 4, 0), torch.zeros(2, 2, 1, 0)
+    tensor_scatter_(empty, update)
+    kv_scatter_(empty, torch.zeros(2, 2, 4, 3), update, torch.ones(2, 2, 1, 3))
+    with pytest.raises(ValueError, match="past_cache is an expanded tensor"):
+        tensor_scatter_(torch.zeros(1, 1, 1, 1).expand(2, 2, 4, 1), torch.zeros(2, 2, 1, 1))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["itself", "views"])
+def test_explain_knows_that_caches_begin_at_one_place(name: str, device: str) -> None:
+    both = torch.zeros(2, B, HKV, T, D, device=device)
+    new = torch.zeros(B, HKV, S, D, device=device)
+    key_cache, value_cache = (both[0], both[0]) if name == "views" else (both[0],) * 2
+    for ask in (torch_attn_tiers.explain, torch_attn_tiers.prepare):
+        with pytest.raises(ValueError, match="begin at one place"):
+            ask("kv_scatter_", key_cache, value_cache, new, new, device="cpu")
+        ask("kv_scatter_", both[0], both[1], new, new, device="cpu")

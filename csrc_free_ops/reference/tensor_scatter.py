@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: A dtype of each size that PyTorch can gather and scatter. Complex128 it can as it is.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def tensor_scatter(
     past_cache: Tensor,
@@ -33,8 +36,9 @@ def tensor_scatter(
         return
     if past_cache.dtype == torch.float8_e4m3fn != update.dtype:
         update = quantised(update, scale, heads_dimension(axis))
-    if past_cache.itemsize == 1:  # scatter does not know float8; the bytes are all that matters
-        past_cache, update = past_cache.view(torch.uint8), update.view(torch.uint8)
+    bits = _BITS.get(past_cache.itemsize)
+    if bits is not None:  # scatter does not know all dtypes, and the bits are all that matters
+        past_cache, update = past_cache.view(bits), update.view(bits)
 
     s = torch.arange(length, device=update.device)
     w = torch.zeros(batch, dtype=torch.int64, device=update.device)

@@ -66,6 +66,8 @@ def require_writable(op: str, name: str, tensor: Tensor) -> None:
         f"{op}: {name} is a conjugate or negative view, which is not written through: write into "
         "the tensor that it is a view of",
     )
+    if any(isinstance(size, int) and size == 0 for size in tensor.shape):
+        return  # no elements
     for size, stride in zip(tensor.shape, tensor.stride()):
         require(
             not (isinstance(stride, int) and stride == 0) or size <= 1,

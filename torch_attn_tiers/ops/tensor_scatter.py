@@ -62,6 +62,7 @@ from torch_attn_tiers.ops.checks import (
     require_same_device,
     require_scale,
     require_type,
+    require_writable,
     shape_of,
 )
 from torch_attn_tiers.ops.registration import define, forbid_grad, mark_written
@@ -166,17 +167,7 @@ def _check_pair(
                 update.shape[dim] == cache.shape[dim],
                 f"{op}: {shapes}; they must agree in dimension {dim}",
             )
-    require(
-        not cache.is_conj() and not cache.is_neg(),
-        f"{op}: {cache_name} is a conjugate or negative view, which is not written through: write "
-        "into the tensor that it is a view of",
-    )
-    for size, stride in zip(cache.shape, cache.stride()):
-        require(
-            not (isinstance(stride, int) and stride == 0) or size <= 1,
-            f"{op}: {cache_name} is an expanded tensor (stride 0); several of its elements are one "
-            "place in memory, write into a contiguous copy",
-        )
+    require_writable(op, cache_name, cache)
 
 
 def _check_scale(
@@ -502,6 +493,13 @@ def _kv_scatter(
     mark_written(*caches)
 
 
+def _begin_at_one_place(a: Tensor, b: Tensor) -> bool:
+    if a.device.type != "meta":
+        return a.data_ptr() == b.data_ptr()
+    one_storage = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return one_storage and a.storage_offset() == b.storage_offset()
+
+
 def _kv_pairs(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor) -> _Pairs:
     return ("key_cache", key_cache, "key", key), ("value_cache", value_cache, "value", value)
 
@@ -559,7 +557,7 @@ def _kv_scatter_problem(
     forbid_grad("kv_scatter_", key_cache, value_cache, key, value, k_scale, v_scale)
     pairs, scales = _kv_pairs(key_cache, value_cache, key, value), (k_scale, v_scale)
     problem = _problem("kv_scatter_", pairs, write_indices, scales, axis, write_mode, facts)
-    if key_cache is value_cache and key_cache.numel() > 0:
+    if _begin_at_one_place(key_cache, value_cache) and key_cache.numel() > 0:
         raise ValueError(_ONE_CACHE)
     return problem
 
