@@ -18,41 +18,7 @@ import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import sequence_bounds
 from csrc_free_ops.gdn.prepare import load_rows, offsets
-
-
-@triton.jit
-def _load_tile(state, vd, kd, stride_v, stride_k, wanted, V: tl.constexpr, K: tl.constexpr):
-    """A tile [BV, BK] of a state, in float32; zero if it is not wanted."""
-    inside = (vd < V)[:, None] & (kd < K)[None, :] & wanted
-    at = state + offsets(vd, stride_v, kd, stride_k, True)
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_tile(
-    state, S, vd, kd, stride_v, stride_k, wanted, V: tl.constexpr, K: tl.constexpr,
-    WIDE: tl.constexpr,
-):  # fmt: skip
-    """Writes a tile [BV, BK] of a state."""
-    inside = (vd < V)[:, None] & (kd < K)[None, :] & wanted
-    at = state + offsets(vd, stride_v, kd, stride_k, WIDE)
-    tl.store(at, S.to(state.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _store_state(
-    state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, K: tl.constexpr, V: tl.constexpr,
-    BK: tl.constexpr, NK: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """Writes the rows vd of a state."""
-    kd = tl.arange(0, BK)
-    _store_tile(state, S0, vd, kd, stride_v, stride_k, wanted, V, K, WIDE)
-    if NK > 1:
-        _store_tile(state, S1, vd, BK + kd, stride_v, stride_k, wanted, V, K, WIDE)
-    if NK > 2:
-        _store_tile(state, S2, vd, 2 * BK + kd, stride_v, stride_k, wanted, V, K, WIDE)
-    if NK > 3:
-        _store_tile(state, S3, vd, 3 * BK + kd, stride_v, stride_k, wanted, V, K, WIDE)
+from csrc_free_ops.gdn.tiles import load_keys, load_state, store_state, update_state
 
 
 @triton.jit
@@ -61,14 +27,8 @@ def _read_tile(
     K: tl.constexpr, BK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of BK columns of S^T to (K S)^T and (Q S)^T; also returns the tile of k.
-
-    PADDED: k has rows for all tokens of the chunk.
-    """
-    if PADDED and K % BK == 0:
-        k_tile = tl.load(k + offsets(r, k_stride_t, d, k_stride_d, WIDE))
-    else:
-        k_tile = load_rows(k, r, d, token_ok | PADDED, k_stride_t, k_stride_d, K, BK, WIDE)
+    """Adds the share of BK columns of S^T to (K S)^T and (Q S)^T; also returns the tile of k."""
+    k_tile = load_keys(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, PADDED, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
     S = S.to(k_tile.dtype)
     KS = tl.dot(S, tl.trans(k_tile), KS, input_precision=PRECISION)
@@ -144,13 +104,9 @@ def scan_kernel(
             place = tl.load(read_indices + i).to(tl.int64)
             known = (place >= 0) & (place < places)
         given = initial_state + place * s_stride_n + v_head * s_stride_h
-        S0 = _load_tile(given, vd, kd, s_stride_v, s_stride_k, known, V, K)
-        if NK > 1:
-            S1 = _load_tile(given, vd, BK + kd, s_stride_v, s_stride_k, known, V, K)
-        if NK > 2:
-            S2 = _load_tile(given, vd, 2 * BK + kd, s_stride_v, s_stride_k, known, V, K)
-        if NK > 3:
-            S3 = _load_tile(given, vd, 3 * BK + kd, s_stride_v, s_stride_k, known, V, K)
+        S0, S1, S2, S3 = load_state(
+            given, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, known, V, K, BK, NK
+        )
     last = final_state
     kept = final_state
     last_wanted = True
@@ -177,7 +133,7 @@ def scan_kernel(
         token_ok = m * C + r < length
         if H_LAYOUT == 1:
             wanted = h_row + m < rows
-            _store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, K, V, BK, NK, False)
+            store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
             h += HV * V * K
 
         # What does not depend on S.
@@ -226,30 +182,21 @@ def scan_kernel(
         D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
         O = QS * of_query[None, :]
         O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
-        rounded = D.to(W.dtype)
-        S0 = tl.dot(rounded, k0, of_chunk * S0, input_precision=PRECISION)
-        if NK > 1:
-            S1 = tl.dot(rounded, k1, of_chunk * S1, input_precision=PRECISION)
-        if NK > 2:
-            S2 = tl.dot(rounded, k2, of_chunk * S2, input_precision=PRECISION)
-        if NK > 3:
-            S3 = tl.dot(rounded, k3, of_chunk * S3, input_precision=PRECISION)
-        if TWO_TERMS:
-            tl.static_assert(NK == 1)
-            rest = (D - rounded.to(tl.float32)).to(W.dtype)
-            S0 = tl.dot(rest, k0, S0, input_precision=PRECISION)
+        S0, S1, S2, S3 = update_state(
+            S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk, NK, TWO_TERMS, PRECISION
+        )
         out_at = out + offsets(vd, 1, r, HV * V, WIDE)
         out_ok = token_ok[None, :] & (vd < V)[:, None]
         tl.store(out_at, O.to(out.dtype.element_ty), mask=out_ok)
 
         if H_LAYOUT == 2:
             wanted = (m * C + C <= length) & (h_row + m < rows)
-            _store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, K, V, BK, NK, False)
+            store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
             h += HV * V * K
         if HAS_TRACK:
             if tl.minimum(m * C + C, length) == track:
-                _store_state(
-                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, K, V, BK, NK, True
+                store_state(
+                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True
                 )
         q += C * q_stride_t
         k += C * k_stride_t * (HQ if L2NORM else 1)
@@ -261,9 +208,9 @@ def scan_kernel(
         of_query = next_of_query
 
     if HAS_POOL:
-        _store_state(
-            last, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, last_wanted, K, V, BK, NK, True
+        store_state(
+            last, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, last_wanted, V, K, BK, NK, True
         )
     elif HAS_FINAL:
         last = final_state + (i * HV + v_head) * V * K
-        _store_state(last, S0, S1, S2, S3, vd, K, 1, True, K, V, BK, NK, False)
+        store_state(last, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, False)

@@ -1,0 +1,95 @@
+"""A state in the registers of a program: some columns of S as rows, in up to four tiles.
+
+S^T is ``[V, K]``. A program holds its rows ``vd`` as tiles ``S0 .. S3`` of BK columns each, NK of
+them; the others are stand-ins that nothing touches. Shared by the kernels that go through chunks.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.gdn.prepare import load_rows, offsets
+
+
+@triton.jit
+def _load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr):
+    """A tile [BV, BK] of a state, in float32; zero if it is not wanted."""
+    inside = (vd < rows)[:, None] & (kd < K)[None, :] & wanted
+    at = state + offsets(vd, stride_v, kd, stride_k, True)
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_state(
+    state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, rows, K: tl.constexpr, BK: tl.constexpr,
+    NK: tl.constexpr,
+):  # fmt: skip
+    """The rows vd of a state of that many rows, in place of the tiles given; zero if not wanted."""
+    kd = tl.arange(0, BK)
+    S0 = _load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K)
+    if NK > 1:
+        S1 = _load_tile(state, vd, BK + kd, stride_v, stride_k, wanted, rows, K)
+    if NK > 2:
+        S2 = _load_tile(state, vd, 2 * BK + kd, stride_v, stride_k, wanted, rows, K)
+    if NK > 3:
+        S3 = _load_tile(state, vd, 3 * BK + kd, stride_v, stride_k, wanted, rows, K)
+    return S0, S1, S2, S3
+
+
+@triton.jit
+def _store_tile(
+    state, S, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """Writes a tile [BV, BK] of a state."""
+    inside = (vd < rows)[:, None] & (kd < K)[None, :] & wanted
+    at = state + offsets(vd, stride_v, kd, stride_k, WIDE)
+    tl.store(at, S.to(state.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_state(
+    state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Writes the rows vd of a state of that many rows."""
+    kd = tl.arange(0, BK)
+    _store_tile(state, S0, vd, kd, stride_v, stride_k, wanted, rows, K, WIDE)
+    if NK > 1:
+        _store_tile(state, S1, vd, BK + kd, stride_v, stride_k, wanted, rows, K, WIDE)
+    if NK > 2:
+        _store_tile(state, S2, vd, 2 * BK + kd, stride_v, stride_k, wanted, rows, K, WIDE)
+    if NK > 3:
+        _store_tile(state, S3, vd, 3 * BK + kd, stride_v, stride_k, wanted, rows, K, WIDE)
+
+
+@triton.jit
+def load_keys(
+    k, r, d, token_ok, stride_t, stride_d, K: tl.constexpr, BK: tl.constexpr,
+    PADDED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Columns d of a chunk's keys. PADDED: k has rows for all tokens of the chunk."""
+    if PADDED and K % BK == 0:
+        k_tile = tl.load(k + offsets(r, stride_t, d, stride_d, WIDE))
+    else:
+        k_tile = load_rows(k, r, d, token_ok | PADDED, stride_t, stride_d, K, BK, WIDE)
+    return k_tile
+
+
+@triton.jit
+def update_state(
+    S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk, NK: tl.constexpr, TWO_TERMS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """S <- of_chunk S + K^T D, with D^T as it is written and the tiles of the chunk's keys."""
+    rounded = D.to(k0.dtype)
+    S0 = tl.dot(rounded, k0, of_chunk * S0, input_precision=PRECISION)
+    if NK > 1:
+        S1 = tl.dot(rounded, k1, of_chunk * S1, input_precision=PRECISION)
+    if NK > 2:
+        S2 = tl.dot(rounded, k2, of_chunk * S2, input_precision=PRECISION)
+    if NK > 3:
+        S3 = tl.dot(rounded, k3, of_chunk * S3, input_precision=PRECISION)
+    if TWO_TERMS:
+        tl.static_assert(NK == 1)
+        rest = (D - rounded.to(tl.float32)).to(k0.dtype)
+        S0 = tl.dot(rest, k0, S0, input_precision=PRECISION)
+    return S0, S1, S2, S3
