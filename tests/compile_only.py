@@ -233,7 +233,18 @@ GDN = (
     (torch.bfloat16, 16, 32, 128, 128, None, {"pool": PoolIndices(*[torch.int64] * 4)}),
     (torch.float32, 16, 32, 128, 128, None, {"pool": PoolIndices(*[torch.int32] * 4)}),
     (torch.float32, 2, 4, 64, 40, "compact", {"qk_l2norm": True}),
-)
+    # One long sequence of few heads is split.
+    (torch.bfloat16, 2, 8, 128, 128, None, {"qk_l2norm": True, "sequences": 1}),
+    (torch.bfloat16, 2, 8, 128, 128, "fla", {"qk_l2norm": True, "sequences": 1}),
+    (
+        torch.bfloat16, 2, 8, 128, 128, None,
+        {"sequences": 1, "pool": PoolIndices(*[torch.int64] * 4)},
+    ),
+    (torch.float16, 2, 8, 64, 40, "compact", {"sequences": 1, "cu_seqlens_dtype": None}),
+    (torch.bfloat16, 2, 4, 256, 256, None, {"sequences": 1}),
+    (torch.float32, 4, 4, 256, 256, None, {"sequences": 1}),
+    (torch.float32, 2, 4, 32, 40, "fla", {"sequences": 1, "initial_state": None}),
+)  # fmt: skip
 
 
 def gdn(name: str) -> Iterator[tuple[str, int]]:
@@ -265,7 +276,10 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
         reason = unsupported(q, q, v, device)
         if reason is not None:
             raise SystemExit(f"{what}: not supported on {name}: {reason}")
-        for launch in plan_gdn(q, q, v, gate, gate, device, **options).launches:
+        plan = plan_gdn(q, q, v, gate, gate, device, **options)
+        if (plan.split is not None) != (options["sequences"] == 1):
+            raise SystemExit(f"{what}: split into {plan.split}")
+        for launch in plan.launches:
             if launch.specialization in seen:
                 continue
             seen.add(launch.specialization)

@@ -1,7 +1,7 @@
 """Kernel 1: where the chunks of each sequence begin, worked out on the device.
 
 One program, N numbers: the host never learns the lengths, so that a captured graph stays right when
-they change.
+they change. Where sequences are split, a second kernel says which chunks are whose segments.
 """
 
 import triton
@@ -66,3 +66,67 @@ def chunk_map_kernel(
         tl.store(chunk_starts + sequences, chunks.to(tl.int32))
     if HAS_H_STARTS:
         tl.store(h_cu_starts + sequences, complete)
+
+
+@triton.jit
+def segment_at(segment_map, segment):
+    """Sequence of a segment (-1: there is none such), its first chunk within it and among all
+    chunks, its number of chunks, and whether it is the sequence's last."""
+    at = segment_map + segment * 4
+    i = tl.load(at)
+    is_last = tl.load(at + 4) != i
+    before = tl.load(at + 1).to(tl.int64)
+    return i.to(tl.int64), before, tl.load(at + 2).to(tl.int64), tl.load(at + 3), is_last
+
+
+@triton.jit
+def _segments(count, segment_chunks):
+    """Of so many chunks; one if there is none."""
+    return tl.maximum((count.to(tl.int32) + segment_chunks - 1) // segment_chunks, 1)
+
+
+@triton.jit(do_not_specialize=["tokens", "sequences", "chunks", "segments", "segment_chunks"])
+def segment_map_kernel(
+    cu_seqlens,
+    segment_map,  # out, int32 [segments + 1, 4], read by segment_at; the last row is of none
+    tokens,
+    sequences,
+    chunks,  # for which there is scratch
+    segments,  # as many as the lengths may need
+    segment_chunks,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_CU: tl.constexpr,
+):
+    """A program is one sequence, which has a segment even if it has no token."""
+    i = tl.program_id(0)
+    if HAS_CU:
+        first_chunk = tl.zeros((), tl.int64)
+        first_segment = tl.zeros((), tl.int64)
+        for at in range(0, i, BLOCK):
+            others = at + tl.arange(0, BLOCK)
+            inside = others < i
+            first, end = sequence_bounds(cu_seqlens, others, tokens, inside)
+            count = (end - first + C - 1) // C
+            first_chunk += tl.sum(count, 0)
+            pieces = _segments(count, segment_chunks).to(tl.int64)
+            first_segment += tl.sum(tl.where(inside, pieces, 0), 0)
+        first, end = sequence_bounds(cu_seqlens, i, tokens, True)
+        count = (end - first + C - 1) // C
+    else:
+        count = tl.zeros((), tl.int64) + (tokens + C - 1) // C
+        first_chunk = i * count
+        first_segment = i * _segments(count, segment_chunks).to(tl.int64)
+    stop = first_segment + _segments(count, segment_chunks)
+    # If cu_seqlens breaks its rules, there may be more than there are rows or scratch for.
+    real = tl.minimum(stop, segments)
+    stop = tl.where(i == sequences - 1, segments + 1, tl.minimum(stop, segments + 1))
+    for at in range(first_segment, stop, BLOCK):
+        s = at + tl.arange(0, BLOCK)
+        before = (s - first_segment) * segment_chunks
+        here = tl.minimum(tl.minimum(count - before, segment_chunks), chunks - first_chunk - before)
+        row = segment_map + s * 4
+        tl.store(row, tl.where(s < real, i, -1), mask=s < stop)
+        tl.store(row + 1, before.to(tl.int32), mask=s < real)
+        tl.store(row + 2, tl.minimum(first_chunk + before, chunks).to(tl.int32), mask=s < real)
+        tl.store(row + 3, tl.maximum(here, 0).to(tl.int32), mask=s < real)

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor
 
 from csrc_free_ops.facts import DeviceFacts, PoolIndices, TensorFacts
-from csrc_free_ops.gdn.chunk_map import chunk_map_kernel
+from csrc_free_ops.gdn.chunk_map import chunk_map_kernel, segment_map_kernel
 from csrc_free_ops.gdn.prepare import prepare_kernel
 from csrc_free_ops.gdn.scan import scan_kernel
+from csrc_free_ops.gdn.segments import chain_kernel, segment_kernel
 from csrc_free_ops.launch import Launch, compile_together
 
 C = 64  # tokens of a chunk
 _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
+_SEGMENT_MAP_BLOCK = 128  # sequences, or segments, of the segment map at a time
+_LEAST_SEGMENT = 16  # chunks, below which starting a segment takes longer than going through it
+_CHAIN_BV = 16  # columns of S of a program of the chain
 _INDICES = ("read_indices", "write_indices", "track_lens", "track_indices")
 _H_LAYOUTS = {None: 0, "fla": 1, "compact": 2}
 
@@ -34,6 +38,8 @@ class GdnConfig(NamedTuple):
     scan_stages: int  # chunks whose loads are under way in the scan, its own among them
     prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
     scan_registers: int | None = None
+    #: Chunks of a segment that sequences are split into; 0: they are not; None: by shapes.
+    segment_chunks: int | None = None
 
 
 def default_config(
@@ -75,6 +81,23 @@ def shared_memory_bound(config: GdnConfig, K: int, dtype: torch.dtype) -> int:
     else:  # one pair of operands at a time, each in two parts
         scan = 2 * weights
     return max(_prepare_bound(config.prepare_bk, dtype), scan * dtype.itemsize)
+
+
+def segment_chunks(
+    config: GdnConfig, sequences: int, heads: int, V: int, chunks: int, device: DeviceFacts
+) -> int:
+    """Chunks of a segment, where splitting sequences is faster than not; 0 where it is not.
+
+    It is where too few programs go through too many chunks: it makes half of the products again,
+    for twice the columns. ``chunks`` is how many there can be. Two programs of the scan fit into a
+    multiprocessor at once, hence twice as many as there are of these.
+    """
+    programs = sequences * heads * -(-V // config.bv)
+    is_wide = programs == 0 or programs * 3 > device.multiprocessors
+    if is_wide or chunks < 4 * _LEAST_SEGMENT * sequences:
+        return 0
+    segments = 2 * device.multiprocessors * sequences // programs
+    return max(_LEAST_SEGMENT, -(-chunks // segments))
 
 
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
@@ -123,11 +146,15 @@ def plan_gdn(
     h_rows: int = 0,
     h_dtype: torch.dtype | None = None,
     pool: PoolIndices | None = None,
+    batch_invariant: bool = False,
     config: GdnConfig | None = None,
 ) -> GdnPlan:
     """A plan over facts ``[B,T,Hq,K]``, ``[B,T,Hv,V]``, ``[B,T,Hv]`` and a state ``[N,Hv,V,K]``.
 
     With the dtypes of indices the state is a pool ``[P,Hv,V,K]``, to be run by ``run_pool``.
+
+    Raises:
+        ValueError: ``batch_invariant`` and a configuration that splits sequences.
     """
     B, T, Hq, K = q.shape
     Hv, V = v.shape[2:]
@@ -139,6 +166,18 @@ def plan_gdn(
         chunks = m + (T - m) // C
     else:
         chunks = B * -(-T // C)
+    L = config.segment_chunks
+    if batch_invariant and L:
+        raise ValueError(
+            f"config.segment_chunks is {L}; with batch_invariant it must be 0 or None: sequences "
+            "are not split then"
+        )
+    if L is None:
+        L = 0 if batch_invariant else segment_chunks(config, sequences, Hv, V, chunks, device)
+    segments = sequences
+    if L:  # a sequence is a segment even if it is empty; one alone may have all tokens
+        segments += (1 if has_cu else B) * (max(0, T - 1) // (C * L))
+    is_split = segments > sequences
     exact = q.dtype is torch.float32
     tensor_cores = device.is_nvidia
     precision = "tf32x3" if exact and tensor_cores else "ieee"
@@ -188,35 +227,56 @@ def plan_gdn(
     s_strides = (0, 0, 0, 0) if state is None else state.stride
     given = pair if state is None else (state.dtype, state.aligned)
     indices = dict(zip(_INDICES, pool or ()))
+    v_tiles = -(-V // config.bv)
+    states = dict(zip(("s_stride_n", "s_stride_h", "s_stride_v", "s_stride_k"), s_strides))
+    places = 0 if state is None else state.shape[0]
+    in_registers = dict(
+        **tiles, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
+        HAS_POOL=pool is not None,
+        # More tokens in a chunk than keys are independent: D answers to errors of itself.
+        TWO_TERMS=K <= C // 2 and not exact,
+    )  # fmt: skip
     scan = Launch(
         scan_kernel,
-        grid=sequences * Hv * -(-V // config.bv),
+        grid=segments * Hv * v_tiles,
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), v=(v.dtype, v.aligned),
-            initial_state=given, cu_seqlens=cu, chunk_starts=starts, weights=dtype, vectors=pair,
-            keys=dtype, out=dtype, final_state=pair if pool is None else given,
+            initial_state=pair if is_split else given, cu_seqlens=cu, chunk_starts=starts,
+            weights=dtype, vectors=pair, keys=dtype, out=dtype,
+            final_state=pair if pool is None else given,
             h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
             **{name: (indices.get(name) or torch.int32, False) for name in _INDICES},
         ),
         scalars=dict(
-            tokens=T, chunks=chunks, rows=h_rows, places=0 if state is None else state.shape[0],
-            **strides, **_strides("v", v),
-            **dict(zip(("s_stride_n", "s_stride_h", "s_stride_v", "s_stride_k"), s_strides)),
+            tokens=T, chunks=chunks, rows=h_rows, places=places, **strides, **_strides("v", v),
+            **states,
         ),
         constants=dict(
-            **shared, **tiles, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
-            HAS_STATE=state is not None, HAS_FINAL=output_final_state,
-            H_LAYOUT=_H_LAYOUTS[h_layout], HAS_POOL=pool is not None,
-            HAS_TRACK=pool is not None and pool.track_lens is not None,
-            # More tokens in a chunk than keys are independent: D answers to errors of itself.
-            TWO_TERMS=K <= C // 2 and not exact,
+            **shared, **in_registers, HAS_STATE=state is not None and not is_split,
+            HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
+            HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
         ),
         options=_options(config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip
+    split = None
+    if is_split:
+        split = _plan_split(
+            k, v, segments,
+            scalars=dict(tokens=T, sequences=sequences, chunks=chunks, segment_chunks=L),
+            state=dict(places=places, **states),
+            pointers=dict(
+                initial_state=given, cu_seqlens=cu, weights=dtype, vectors=pair, keys=dtype,
+                read_indices=(indices.get("read_indices") or torch.int32, False),
+            ),
+            constants=dict(**shared, **in_registers, HAS_STATE=state is not None),
+            config=config,
+            device=device,
+        )  # fmt: skip
     return GdnPlan(
         device,
         chunk_map if has_cu or h_layout == "compact" else None,
         prepare if chunks else None,
+        split,
         scan,
         sequences,
         chunks,
@@ -224,6 +284,71 @@ def plan_gdn(
         (chunks, Hv, 3, C),
         (chunks, Hq, C, K) if qk_l2norm else (0,),
     )
+
+
+class Split(NamedTuple):
+    """What is launched before the scan where sequences are split, and its scratch."""
+
+    segment_map: Launch
+    make: Launch
+    chain: Launch
+    segments: int
+    maps: tuple[int, ...]
+
+
+def _plan_split(
+    k: TensorFacts,
+    v: TensorFacts,
+    segments: int,
+    *,
+    scalars: dict[str, int],
+    state: dict[str, int],
+    pointers: dict[str, tuple[torch.dtype, bool]],
+    constants: dict[str, Any],
+    config: GdnConfig,
+    device: DeviceFacts,
+) -> Split:
+    """From arguments that the scan has as well, by their names there."""
+    (Hv, V), K = v.shape[2:], k.shape[3]
+    pointers = {
+        "k": (k.dtype, k.aligned), "v": (v.dtype, v.aligned), "segment_map": (torch.int32, True),
+        "maps": (torch.float32, True), **pointers,
+    }  # fmt: skip
+
+    def chosen(*names: str) -> dict[str, tuple[torch.dtype, bool]]:
+        return {name: pointers[name] for name in names}
+
+    segment_map = Launch(
+        segment_map_kernel,
+        grid=scalars["sequences"],
+        pointers=chosen("cu_seqlens", "segment_map"),
+        scalars=dict(**scalars, segments=segments),
+        constants=dict(C=C, BLOCK=_SEGMENT_MAP_BLOCK, HAS_CU=constants["HAS_CU"]),
+        options=dict(num_warps=4),
+    )
+    make = Launch(
+        segment_kernel,
+        grid=segments * Hv * (-(-V // config.bv) + -(-K // config.bv)),
+        pointers=chosen(
+            "k", "v", "initial_state", "cu_seqlens", "segment_map", "weights", "vectors", "keys",
+            "maps", "read_indices",
+        ),
+        scalars=dict(tokens=scalars["tokens"], **state, **_strides("k", k), **_strides("v", v)),
+        constants=constants,
+        options=_options(config.scan_warps, config.scan_stages, config.scan_registers),
+    )  # fmt: skip
+    chain = Launch(
+        chain_kernel,
+        grid=segments * Hv * -(-V // _CHAIN_BV),
+        pointers=chosen("segment_map", "maps"),
+        scalars={},
+        constants=dict(
+            HV=Hv, K=K, V=V, BV=_CHAIN_BV, BK=32 if K <= 128 else 16, BLOCK_K=_pow2(K),
+            PRECISION="tf32x3" if device.is_nvidia else "ieee",
+        ),
+        options=dict(num_warps=4, num_stages=3),
+    )  # fmt: skip
+    return Split(segment_map, make, chain, segments, (segments, Hv, V + K, K))
 
 
 class GdnPlan:
@@ -234,6 +359,7 @@ class GdnPlan:
         device: DeviceFacts,
         chunk_map: Launch | None,
         prepare: Launch | None,
+        split: Split | None,
         scan: Launch,
         sequences: int,
         chunks: int,
@@ -244,13 +370,15 @@ class GdnPlan:
         self.device = device
         self.chunk_map = chunk_map
         self.prepare = prepare
+        self.split = split
         self.scan = scan
         self.sequences = sequences
         self.chunks = chunks
         self.weights = weights
         self.vectors = vectors
         self.keys = keys
-        self.launches = [launch for launch in (chunk_map, prepare, scan) if launch is not None]
+        launches = (chunk_map, prepare, *(() if split is None else split[:3]), scan)
+        self.launches = [launch for launch in launches if launch is not None]
         self.specialization = (
             device.index,
             *(launch.specialization for launch in self.launches),
@@ -351,8 +479,16 @@ class GdnPlan:
         state = vectors if initial_state is None else initial_state
         final = vectors if final_state is None else final_state
         checkpoints = vectors if h is None else h
+        places = [starts if index is None else index for index in indices]
+        if self.split is not None:
+            segment_map = out.new_empty(self.split.segments + 1, 4, dtype=torch.int32)
+            maps = out.new_empty(self.split.maps, dtype=torch.float32)
+            made_from = (k, v, state, cu, segment_map, weights, vectors, keys)
+            calls.append((self.split.segment_map, (cu, segment_map)))
+            calls.append((self.split.make, (*made_from, maps, places[0])))
+            calls.append((self.split.chain, (segment_map, maps)))
+            state, starts = maps, segment_map
         read = (q, k, v, state, cu, starts, weights, vectors, keys)
-        places = (starts if index is None else index for index in indices)
         calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls
 

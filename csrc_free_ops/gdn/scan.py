@@ -7,7 +7,8 @@ With W and U of the prepare kernel and S the state before the chunk:
     S  <- decay_of_chunk S + K^T (W R)
 
 A program is one sequence, one value head and BV columns of V: the columns of S do not depend on
-each other. Everything is kept transposed, with those columns as rows: then S^T, R^T and (W R)^T are
+each other. With SPLIT it is one segment of a sequence instead, whose first state segments.py has
+made. Everything is kept transposed, with those columns as rows: then S^T, R^T and (W R)^T are
 always the left operand of the next product, which tensor cores take from the registers that hold
 it, and only what comes from memory goes through shared memory. S stays in registers from the first
 chunk to the last, as tiles of BK columns (up to four).
@@ -16,7 +17,7 @@ chunk to the last, as tiles of BK columns (up to four).
 import triton
 import triton.language as tl
 
-from csrc_free_ops.gdn.chunk_map import sequence_bounds
+from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds
 from csrc_free_ops.gdn.prepare import load_rows, offsets
 from csrc_free_ops.gdn.tiles import load_keys, load_state, store_state, update_state
 
@@ -38,7 +39,11 @@ def _read_tile(
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
 def scan_kernel(
-    q, k, v, initial_state, cu_seqlens, chunk_starts, weights, vectors, keys,
+    q, k, v,
+    initial_state,  # with SPLIT the maps of segments.py
+    cu_seqlens,
+    chunk_starts,  # with SPLIT the segment map
+    weights, vectors, keys,
     out,  # dtype of v [B, tokens, HV, V]
     final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
@@ -53,32 +58,46 @@ def scan_kernel(
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
     head = tl.program_id(0) // V_TILES % HV
-    i = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
+    part = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
     q_head = (head // GROUP).to(tl.int64)
     v_head = head.to(tl.int64)
     vd = tl.program_id(0) % V_TILES * BV + tl.arange(0, BV)
     kd = tl.arange(0, BK)
     r = tl.arange(0, C)
 
+    i = part
+    is_last = True
+    if SPLIT:
+        i, before, first_chunk, count, is_last = segment_at(chunk_starts, part)
+        if i < 0:
+            return
     if HAS_CU:
         row = tl.zeros((), tl.int64)
         begin, end = sequence_bounds(cu_seqlens, i, tokens, True)
-        first_chunk = tl.load(chunk_starts + i).to(tl.int64)
     else:
         row = i
         begin = tl.zeros((), tl.int64)
         end = begin + tokens
-        first_chunk = i * tl.cdiv(tokens, C)
-    # More than there is scratch for only if cu_seqlens breaks its rules.
-    count = tl.minimum(tl.cdiv(end - begin, C), chunks - first_chunk).to(tl.int32)
-    length = (end - begin).to(tl.int32)
+    if SPLIT:
+        begin += before * C
+    else:
+        if HAS_CU:
+            first_chunk = tl.load(chunk_starts + i).to(tl.int64)
+        else:
+            first_chunk = i * tl.cdiv(tokens, C)
+        # More than there is scratch for only if cu_seqlens breaks its rules.
+        count = tl.minimum(tl.cdiv(end - begin, C), chunks - first_chunk).to(tl.int32)
+    length = (end - begin).to(tl.int32)  # with SPLIT that of the segments after this one as well
     h_row = first_chunk
     if H_LAYOUT == 2:
         h_row = tl.load(h_cu_starts + i)
+        if SPLIT:
+            h_row += before
 
     q += row * q_stride_b + q_head * q_stride_h + begin * q_stride_t
     if L2NORM:
@@ -97,7 +116,10 @@ def scan_kernel(
     S1 = S0
     S2 = S0
     S3 = S0
-    if HAS_STATE:
+    if SPLIT:
+        given = initial_state + (part * HV + v_head) * ((V + K) * K)
+        S0, S1, S2, S3 = load_state(given, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK)
+    elif HAS_STATE:
         place = i
         known = True
         if HAS_POOL:
@@ -114,13 +136,15 @@ def scan_kernel(
     if HAS_POOL:
         write = tl.load(write_indices + i).to(tl.int64)
         last = final_state + write * s_stride_n + v_head * s_stride_h
-        last_wanted = (write >= 0) & (write < places)
+        last_wanted = (write >= 0) & (write < places) & is_last
         if HAS_TRACK:
             to = tl.load(track_indices + i).to(tl.int64)
             kept = final_state + to * s_stride_n + v_head * s_stride_h
             # Where the last state goes as well, that one stays.
             kept_wanted = (to >= 0) & (to < places) & (to != write)
             track_len = tl.load(track_lens + i).to(tl.int64)
+            if SPLIT:
+                track_len -= before * C
             reached = (track_len > 0) & (track_len <= length) & kept_wanted
             track = tl.where(reached, track_len, 0).to(tl.int32)
 
@@ -133,6 +157,8 @@ def scan_kernel(
         token_ok = m * C + r < length
         if H_LAYOUT == 1:
             wanted = h_row + m < rows
+            if SPLIT:
+                wanted &= (m > 0) | (before == 0)
             store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
             h += HV * V * K
 
@@ -207,10 +233,14 @@ def scan_kernel(
         own = next_own
         of_query = next_of_query
 
+    if SPLIT and H_LAYOUT == 1:
+        # What the next segment begins with was summed up in another order. Rows are as in compact.
+        wanted = (h_row + count < rows) & (is_last == 0)
+        store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
     if HAS_POOL:
         store_state(
             last, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, last_wanted, V, K, BK, NK, True
         )
     elif HAS_FINAL:
         last = final_state + (i * HV + v_head) * V * K
-        store_state(last, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, False)
+        store_state(last, S0, S1, S2, S3, vd, K, 1, is_last, V, K, BK, NK, False)

@@ -63,6 +63,7 @@ def _arguments(problem: GdnProblem) -> dict[str, Any]:
         h_rows=problem.h_rows,
         h_dtype=problem.h_dtype,
         pool=problem.pool,
+        batch_invariant=problem.batch_invariant,
     )
 
 

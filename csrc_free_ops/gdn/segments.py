@@ -1,0 +1,194 @@
+"""Kernels of split sequences: the states that their segments begin with, all segments at once.
+
+From one state to the next a chunk is an affine map, S <- (of_chunk I - K^T W diag(since_start) K) S
++ K^T W V, and so are several of them: S <- M S + B. ``segment_kernel`` makes B of each segment by
+running the state's half of the scan from zero, and M by running it from the identity without
+values: the same loop over other columns. ``chain_kernel`` then goes from segment to segment. What a
+sequence begins with goes into the B of its first segment, which needs no M.
+
+Scratch ``maps [segments, HV, V + K, K]`` float32, transposed as in scan.py: the state that a
+segment begins with, and below it M. B of a segment is written where the next one begins.
+"""
+
+import triton
+import triton.language as tl
+
+from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds
+from csrc_free_ops.gdn.prepare import offsets
+from csrc_free_ops.gdn.tiles import load_keys, load_state, store_state, update_state
+
+
+@triton.jit
+def _read_tile(
+    k, S, KS, r, d, stride_t, stride_d, K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """Adds the share of BK columns of S^T to (K S)^T; also returns the tile of k."""
+    k_tile = load_keys(k, r, d, r >= 0, stride_t, stride_d, K, BK, True, WIDE)
+    return tl.dot(S.to(k_tile.dtype), tl.trans(k_tile), KS, input_precision=PRECISION), k_tile
+
+
+@triton.jit
+def _identity(vd, n: tl.constexpr, BK: tl.constexpr):
+    """Rows vd and the n-th BK columns of the identity."""
+    return tl.where(vd[:, None] == n * BK + tl.arange(0, BK)[None, :], 1.0, 0.0)
+
+
+@triton.jit(do_not_specialize=["tokens", "places"])
+def segment_kernel(
+    k, v, initial_state, cu_seqlens, segment_map, weights, vectors, keys,
+    maps,  # out
+    read_indices, tokens, places,
+    k_stride_b, k_stride_t, k_stride_h, k_stride_d, v_stride_b, v_stride_t, v_stride_h, v_stride_d,
+    s_stride_n, s_stride_h, s_stride_v, s_stride_k,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
+    HAS_STATE: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    HAS_POOL: tl.constexpr, TWO_TERMS: tl.constexpr,
+):  # fmt: skip
+    """A program is one segment, one value head and BV columns of B, or of M."""
+    V_TILES: tl.constexpr = (V + BV - 1) // BV
+    TILES: tl.constexpr = V_TILES + (K + BV - 1) // BV
+    HQ: tl.constexpr = HV // GROUP
+    MAP: tl.constexpr = (V + K) * K
+    tile = tl.program_id(0) % TILES
+    v_head = (tl.program_id(0) // TILES % HV).to(tl.int64)
+    q_head = v_head // GROUP
+    segment = tl.program_id(0).to(tl.int64) // (TILES * HV)
+    i, before, first_chunk, count, is_last = segment_at(segment_map, segment)
+    of_transition = tile >= V_TILES
+    is_first = before == 0
+    if (i < 0) | ((is_first | is_last) & of_transition):
+        return
+
+    rows = tl.where(of_transition, K, V)
+    vd = tl.where(of_transition, tile - V_TILES, tile) * BV + tl.arange(0, BV)
+    kd = tl.arange(0, BK)
+    r = tl.arange(0, C)
+    maps += (segment * HV + v_head) * MAP
+    S0 = tl.zeros([BV, BK], tl.float32)
+    S1 = S0
+    S2 = S0
+    S3 = S0
+    if is_first:
+        if HAS_STATE:
+            place = i
+            known = True
+            if HAS_POOL:
+                place = tl.load(read_indices + i).to(tl.int64)
+                known = (place >= 0) & (place < places)
+            given = initial_state + place * s_stride_n + v_head * s_stride_h
+            S0, S1, S2, S3 = load_state(
+                given, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, known, V, K, BK, NK
+            )
+        store_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, False)
+    if is_last:
+        return
+    if of_transition:
+        S0 = _identity(vd, 0, BK)
+        if NK > 1:
+            S1 = _identity(vd, 1, BK)
+        if NK > 2:
+            S2 = _identity(vd, 2, BK)
+        if NK > 3:
+            S3 = _identity(vd, 3, BK)
+
+    if HAS_CU:
+        row = tl.zeros((), tl.int64)
+        begin, _ = sequence_bounds(cu_seqlens, i, tokens, True)
+    else:
+        row = i
+        begin = tl.zeros((), tl.int64)
+    begin += before * C
+    if L2NORM:
+        k = keys + (first_chunk * HQ + q_head) * (C * K)
+        k_stride_t = K
+        k_stride_d = 1
+    else:
+        k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
+    v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
+    weights += (first_chunk * HV + v_head) * (2 * C * C)
+    vectors += (first_chunk * HV + v_head) * (3 * C)
+
+    # As in the scan, loaded a chunk ahead by hand. Only last segments have incomplete chunks.
+    of_chunk = tl.load(vectors + C - 1, mask=count > 0, other=0.0)
+    own = tl.load(vectors + C + r, mask=(r >= 0) & (count > 0), other=0.0)
+    for m in range(count):
+        since_start = tl.load(vectors + r)
+        more = m + 1 < count
+        vectors += HV * 3 * C
+        next_of_chunk = tl.load(vectors + C - 1, mask=more, other=0.0)
+        next_own = tl.load(vectors + C + r, mask=(r >= 0) & more, other=0.0)
+        W = tl.load(weights + r[:, None] * C + r[None, :])
+        v_at = v + offsets(vd, v_stride_d, r, v_stride_t, WIDE)
+        values = tl.load(v_at, mask=((vd < V) & (tile < V_TILES))[:, None], other=0.0)
+
+        KS = tl.zeros([BV, C], tl.float32)
+        KS, k0 = _read_tile(k, S0, KS, r, kd, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
+        k1 = k0
+        k2 = k0
+        k3 = k0
+        if NK > 1:
+            kd1 = BK + kd
+            KS, k1 = _read_tile(k, S1, KS, r, kd1, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
+        if NK > 2:
+            kd2 = 2 * BK + kd
+            KS, k2 = _read_tile(k, S2, KS, r, kd2, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
+        if NK > 3:
+            kd3 = 3 * BK + kd
+            KS, k3 = _read_tile(k, S3, KS, r, kd3, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
+        exact = values.to(tl.float32) - since_start[None, :] * KS
+        D = tl.dot(exact.to(W.dtype), tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
+        S0, S1, S2, S3 = update_state(
+            S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk, NK, TWO_TERMS, PRECISION
+        )
+        k += C * k_stride_t * (HQ if L2NORM else 1)
+        v += C * v_stride_t
+        weights += HV * 2 * C * C
+        of_chunk = next_of_chunk
+        own = next_own
+
+    to = maps + tl.where(of_transition, V * K, HV * MAP)
+    store_state(to, S0, S1, S2, S3, vd, K, 1, True, rows, K, BK, NK, False)
+
+
+@triton.jit
+def chain_kernel(
+    segment_map,
+    maps,  # in: M and B, out: the states that segments begin with
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program is one sequence, one value head and BV columns of V; of others' than a sequence's
+    first segment there are programs too, which stop at once."""
+    V_TILES: tl.constexpr = (V + BV - 1) // BV
+    MAP: tl.constexpr = (V + K) * K
+    segment = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
+    v_head = tl.program_id(0) // V_TILES % HV
+    i, before, _, _, is_last = segment_at(segment_map, segment)
+    if (i < 0) | (before != 0) | is_last:
+        return
+    vd = tl.program_id(0) % V_TILES * BV + tl.arange(0, BV)
+    wide = tl.arange(0, BLOCK_K)
+    out_at = offsets(vd, K, wide, 1, False)
+    out_ok = (vd < V)[:, None] & (wide < K)[None, :]
+    segment += 1  # the state that the second begins with is there
+    maps += (segment * HV + v_head) * MAP
+    while tl.load(segment_map + (segment + 1) * 4) == i:
+        after = maps + HV * MAP
+        S = tl.load(after + out_at, mask=out_ok, other=0.0)
+        for n in range(0, K, BK):
+            kd = n + tl.arange(0, BK)
+            left = tl.load(
+                maps + offsets(vd, K, kd, 1, False),
+                mask=(vd < V)[:, None] & (kd < K)[None, :], other=0.0,
+            )  # fmt: skip
+            right = tl.load(
+                maps + V * K + offsets(kd, K, wide, 1, False),
+                mask=(kd < K)[:, None] & (wide < K)[None, :], other=0.0,
+            )  # fmt: skip
+            S = tl.dot(left, right, S, input_precision=PRECISION)
+        tl.store(after + out_at, S, mask=out_ok)
+        tl.debug_barrier()  # other threads of this program read it next
+        maps = after
+        segment += 1

@@ -1,0 +1,165 @@
+"""When sequences are split for the gated delta rule, into which segments, and at what cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from csrc_free_ops.facts import DeviceFacts, contiguous_facts
+
+pytest.importorskip("triton")
+
+from csrc_free_ops.gdn import GdnPlan, plan_gdn
+from csrc_free_ops.gdn.chunk_map import segment_map_kernel
+from csrc_free_ops.gdn.launch import default_config
+
+H200 = DeviceFacts.of("sm_90")
+C = 64
+
+
+def plan(
+    T: int = 32768, N: int = 1, Hq: int = 2, Hv: int = 8, device: DeviceFacts = H200, **changes: Any
+) -> GdnPlan:
+    """Of heads of 128 in bfloat16."""
+    q = contiguous_facts((1, T, Hq, 128), torch.bfloat16)
+    v = contiguous_facts((1, T, Hv, 128), torch.bfloat16)
+    gate = contiguous_facts((1, T, Hv), torch.float32)
+    options = {"cu_seqlens_dtype": torch.int32, "sequences": N, "scale": 1.0, **changes}
+    return plan_gdn(q, q, v, gate, gate, device, **options)
+
+
+def names(made: GdnPlan) -> list[str]:
+    return [launch.kernel.fn.__name__ for launch in made.launches]
+
+
+SPLIT = ["segment_map_kernel", "segment_kernel", "chain_kernel"]
+
+
+@pytest.mark.parametrize(
+    "T, segments", [(32768, 8), (8192, 8), (4096 + 64, 5), (131072, 8), (131073, 8)]
+)
+def test_a_long_sequence_of_few_heads_is_split(T: int, segments: int) -> None:
+    made = plan(T)
+    assert names(made) == ["chunk_map_kernel", "prepare_kernel", *SPLIT, "scan_kernel"]
+    assert made.split is not None and made.split.segments == segments
+    assert made.scan.grid[0] == segments * 8 * 4  # about two for each of 132 multiprocessors
+    without = plan(T, cu_seqlens_dtype=None)
+    assert names(without) == ["prepare_kernel", *SPLIT, "scan_kernel"]
+    assert without.split is not None and without.split.segments == segments
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"Hq": 16, "Hv": 32},
+        {"Hv": 16},
+        {"N": 2},
+        {"T": 4000},
+        {"N": 4, "Hv": 2, "T": 8192},
+        {"batch_invariant": True},
+        {"device": H200._replace(multiprocessors=95)},
+        {"T": 0},
+        {"N": 0},
+    ],
+    ids=str,
+)
+def test_other_plans_have_no_more_launches(changes: dict[str, Any]) -> None:
+    made = plan(**changes)
+    prepare = ["prepare_kernel"] if changes.get("T") != 0 else []
+    assert names(made) == ["chunk_map_kernel", *prepare, "scan_kernel"]
+    assert made.split is None and made.scan.constants["SPLIT"] is False
+
+
+@pytest.mark.parametrize("T", [4096, 8192, 32768, 131072])
+def test_scratch_of_split_sequences_is_small(T: int) -> None:
+    """At most 160 bytes for each token and value head."""
+    made = plan(T)
+    assert made.split is not None
+    floats = 1
+    for size in made.split.maps:
+        floats *= size
+    assert floats * 4 <= 160 * T * 8
+
+
+def test_configuration_says_where_to_split() -> None:
+    config = default_config(128, 128, 4, torch.bfloat16, H200)
+    forced = plan(1000, config=config._replace(segment_chunks=5))
+    assert forced.split is not None and forced.split.segments == 1 + 999 // 320
+    assert plan(config=config._replace(segment_chunks=0)).split is None
+    assert plan(64, config=config._replace(segment_chunks=1)).split is None  # one segment
+    with pytest.raises(ValueError, match=r"segment_chunks is 5.*batch_invariant"):
+        plan(config=config._replace(segment_chunks=5), batch_invariant=True)
+
+
+def segment_map(bounds: list[int] | None, N: int, T: int, L: int) -> list[list[int]]:
+    """What the kernel writes, from memory that held other numbers."""
+    made = plan(
+        T, N, cu_seqlens_dtype=None if bounds is None else torch.int64,
+        config=default_config(128, 128, 4, torch.bfloat16, H200)._replace(segment_chunks=L),
+    )  # fmt: skip
+    assert made.split is not None
+    launch = made.split.segment_map
+    rows = torch.full((made.split.segments + 1, 4), 77, dtype=torch.int32)
+    cu = torch.tensor(bounds or [0])
+    constants = {**launch.constants, "BLOCK": 4}  # several blocks
+    segment_map_kernel[launch.grid](cu, rows, **launch.scalars, **constants)
+    return rows.tolist()
+
+
+LENGTHS = [
+    [320],
+    [0, 320, 0],
+    [1, 319],
+    [64, 65, 127, 64],
+    [192] + [0] * 11,
+    [0] * 11 + [192],
+    [3] * 9 + [200],
+    [100],
+]
+
+
+@pytest.mark.parametrize("L", [1, 2, 3])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_segment_map(lengths: list[int], L: int) -> None:
+    T = 320
+    bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    wanted, first_chunk = [], 0
+    for i, length in enumerate(lengths):
+        count = -(-length // C)
+        for before in range(0, max(count, 1), L):
+            wanted.append([i, before, first_chunk + before, min(L, count - before)])
+        first_chunk += count
+    got = segment_map(bounds, len(lengths), T, L)
+    assert got[: len(wanted)] == wanted
+    assert len(got) > len(wanted) and all(row[0] == -1 for row in got[len(wanted) :])
+
+
+def test_segment_map_of_a_batch() -> None:
+    q = contiguous_facts((2, 150, 1, 16), torch.float32)
+    gate = contiguous_facts((2, 150, 1), torch.float32)
+    config = default_config(16, 16, 1, torch.float32, H200)._replace(segment_chunks=2)
+    made = plan_gdn(q, q, q, gate, gate, H200, sequences=2, scale=1.0, config=config)
+    assert made.split is not None
+    launch = made.split.segment_map
+    rows = torch.full((made.split.segments + 1, 4), 77, dtype=torch.int32)
+    segment_map_kernel[launch.grid](rows, rows, **launch.scalars, **launch.constants)
+    assert rows[:4].tolist() == [[0, 0, 0, 2], [0, 2, 2, 1], [1, 0, 3, 2], [1, 2, 5, 1]]
+    assert rows[4, 0] == -1
+
+
+@pytest.mark.parametrize(
+    "bounds", [[0, 9, 5], [0, 500, 900], [-7, 5, 9], [0, 320] * 4, [320, 0], [10**12, -(10**12)]]
+)
+def test_segments_of_bounds_that_break_the_rules_lie_within_the_scratch(bounds: list[int]) -> None:
+    T, N = 320, len(bounds) - 1
+    for L in (1, 2):
+        *rows, last = segment_map(bounds, N, T, L)
+        assert last[0] == -1
+        chunks = min(N, T) + (T - min(N, T)) // C
+        for i, before, first_chunk, count in rows:
+            assert i == -1 or 0 <= i < N
+            if i >= 0:
+                assert before >= 0 and 0 <= count <= L
+                assert 0 <= first_chunk <= first_chunk + count <= chunks
