@@ -3,11 +3,14 @@
     python benchmarks/gdn_configs.py --out benchmarks/results/gdn_configs_h200.json
     python benchmarks/gdn_configs.py --normalised --configs default
     python benchmarks/gdn_configs.py --cases 1x8k --configs default bv=32,scan_stages=2
+    python benchmarks/gdn_configs.py --cases 2/8_1x8k,2/8_1x32k
 
 A configuration is the default one with fields of `GdnConfig` replaced; `default` is the default.
 `default_config` in `csrc_free_ops/gdn/launch.py` was written from such runs. Kernels compile in
 parallel before anything is timed. One line a case and kernel is printed: microseconds, the best
-first; a kernel that several configurations share is timed once. `run` is all launches together.
+first; a launch that several configurations share is timed once. `run` is all launches together.
+Cases of few heads and many tokens, whose sequences are split, have a list of configurations of
+their own.
 With `--normalised` q and k are normalised beforehand, which shows what that costs inside.
 """
 
@@ -65,13 +68,29 @@ SCAN = [
     "scan_warps=2,scan_stages=2",
     "bv=128,scan_warps=8",
 ]
-CONFIGS = [*PREPARE, *SCAN]
+#: Where sequences are split.
+SPLIT = [
+    "default",
+    "segment_chunks=0",
+    "segment_chunks=16",
+    "segment_chunks=32",
+    "segment_chunks=48",
+    "segment_chunks=103",
+    "segment_chunks=128",
+    "scan_registers=168",
+    "scan_stages=2",
+    "bv=64",
+    "bv=64,segment_chunks=32",
+    "bv=64,segment_chunks=128",
+]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", default="1x8k,1x32k,32x256", help="names, comma-separated")
-    parser.add_argument("--configs", nargs="*", default=CONFIGS, help="default: a list")
+    parser.add_argument(
+        "--cases", default="1x8k,1x32k,32x256,2/8_1x32k", help="names, comma-separated"
+    )
+    parser.add_argument("--configs", nargs="*", help="default: a list")
     parser.add_argument("--normalised", action="store_true", help="no l2norm inside")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path)
@@ -81,9 +100,12 @@ def main() -> None:
         raise SystemExit("needs a GPU")
 
     cases = [CASES[name] for name in options.cases.split(",")]
+    texts = {case: options.configs or configs_for(case) for case in cases}
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        # All cases have one head size: they share their kernels, but for the scalars' types.
-        jobs = [(cases[-1], text, not options.normalised) for text in options.configs]
+        # All cases have one head size: those of the same heads share their kernels, but for the
+        # scalars' types and whether sequences are split.
+        one_each = {(c.q_heads, c.v_heads, is_split(c)): c for c in cases}.values()
+        jobs = [(case, text, not options.normalised) for case in one_each for text in texts[case]]
         failed = {job[1]: error for job, error in zip(jobs, pool.map(build, jobs)) if error}
     for text, error in failed.items():
         print(f"{text}: {error}")
@@ -97,13 +119,13 @@ def main() -> None:
         ),
         "rows": [],
     }
-    good = [text for text in options.configs if text not in failed]
     clock = clock_for(device)
     for case in cases:
         inputs = GdnInputs(case, torch.bfloat16, device, clock.l2_bytes)
         inputs.reference  # noqa: B018  (of q and k as they are now)
         if options.normalised:
             inputs.q, inputs.k = ([l2norm(x) for x in tensors] for tensors in (inputs.q, inputs.k))
+        good = [text for text in texts[case] if text not in failed]
         result["rows"] += measure(inputs, good, clock, options.repeats, not options.normalised)
         del inputs
         free(device)
@@ -119,6 +141,16 @@ def parse(text: str) -> GdnConfig:
         return config
     fields = dict(pair.split("=") for pair in text.split(","))
     return config._replace(**{name: int(value) for name, value in fields.items()})
+
+
+def is_split(case: GdnCase) -> bool:
+    """Whether the default configuration splits sequences."""
+    return plan_for(case, parse("default")).split is not None
+
+
+def configs_for(case: GdnCase) -> list[str]:
+    """The configurations to try where none are named."""
+    return SPLIT if is_split(case) else [*PREPARE, *SCAN]
 
 
 def plan_for(case: GdnCase, config: GdnConfig, qk_l2norm: bool = True) -> GdnPlan:
@@ -156,8 +188,14 @@ class Prepared:
         plan = plan_for(inputs.case, parse(text), qk_l2norm)
         self.results: list[torch.Tensor] = []
         self.sets = [self._launches(plan, inputs, i) for i in range(inputs.sets)]
-        self.specializations = {
-            launch.kernel.fn.__name__: launch.specialization for launch in plan.launches
+        # Equal for equal launches: of one specialization there may be several.
+        self.launches = {
+            launch.kernel.fn.__name__: (
+                launch.specialization,
+                launch.grid,
+                tuple(launch.scalars.values()),
+            )
+            for launch in plan.launches
         }
 
     def _launches(self, plan: GdnPlan, inputs: GdnInputs, i: int) -> dict[str, Callable[[], None]]:
@@ -203,11 +241,12 @@ def measure(
             call()
     errors = {one.text: one.errors(inputs) for one in prepared}
     rows = []
-    for kernel in [*prepared[0].specializations, "run"]:
+    kernels = dict.fromkeys(kernel for one in prepared for kernel in one.launches)
+    for kernel in [*kernels, "run"]:
         recordings, seen = {}, set()
         for one in prepared:
-            key = one.text if kernel == "run" else one.specializations[kernel]
-            if key not in seen:
+            key = one.text if kernel == "run" else one.launches.get(kernel)
+            if key is not None and key not in seen:
                 seen.add(key)
                 calls = one.together() if kernel == "run" else one.alone(kernel)
                 recordings[one.text] = clock.record(calls)

@@ -202,22 +202,26 @@ def gdn_configs_table(result: dict[str, Any]) -> str:
         for row in result["rows"]
         if row.get("us")
     }
-    kernels = ["prepare_kernel", "scan_kernel", "run"]
+    labels = {"prepare_kernel": "prepare"}
+    if any(kernel == "segment_kernel" for _, _, kernel in times):  # of split sequences
+        labels |= {"segment_kernel": "segments", "chain_kernel": "chain"}
+    labels |= {"scan_kernel": "scan", "run": "all launches"}
     found = sorted(
         {(case, config) for case, config, _ in times},
         key=lambda one: (one[0], times.get((*one, "run"), 0.0)),
     )
     rows = [
         [f"`{case}`", f"`{config}`"]
-        + [number(times.get((case, config, kernel)), 0) for kernel in kernels]
+        + [number(times.get((case, config, kernel)), 0) for kernel in labels]
         for case, config in found
     ]
-    header = ["case", "configuration", "prepare", "scan", "all launches"]
+    header = ["case", "configuration", *labels.values()]
     return "\n".join(
         [
             _table(header, rows),
             "",
-            "Median microseconds, the fastest first; - where a kernel is the default's.",
+            "Median microseconds, the fastest first; - where a kernel is the default's"
+            + (", or there is none as nothing is split." if "chain_kernel" in labels else "."),
             _provenance(result),
         ]
     )

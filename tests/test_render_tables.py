@@ -197,6 +197,12 @@ def test_gdn_tables(tables: ModuleType) -> None:
         "| `1x8k` | `bv=32` | - | 4 | 10 |",
         "| `1x8k` | `default` | 5 | 7 | 13 |",
     ]
+    rows.append({"case": "1x8k", "kernel": "segment_kernel", "config": "default", "us": [2.0]})
+    lines = tables.gdn_configs_table({**common, "rows": rows}).splitlines()
+    assert lines[0] == (
+        "| case | configuration | prepare | segments | chain | scan | all launches |"
+    )
+    assert lines[3] == "| `1x8k` | `default` | 5 | 2 | - | 7 | 13 |"
 
 
 def test_docs_pages_are_written_and_builds_are_not(tables: ModuleType, root: pathlib.Path) -> None:
