@@ -54,7 +54,14 @@ def gdn_pass(tier: str, dtype: torch.dtype, shard: int, shards: int) -> int:
         lengths = [300, 17, 64, 0, 65, 1]
         return prompts(make(), lengths, T=500, Hq=2, Hv=4, K=128, V=128, qk_l2norm=True)
 
-    cases = {"heads of a model": heads_of_a_model, **GDN_CASES}
+    def a_long_sequence_which_is_split(make: Callable[..., Maker]) -> GdnCall:
+        return prompts(make(), [4200], Hq=1, Hv=1, K=128, V=96, qk_l2norm=True)
+
+    cases = {
+        "heads of a model": heads_of_a_model,
+        "a long sequence, which is split": a_long_sequence_which_is_split,
+        **GDN_CASES,
+    }
     names = list(cases)[shard::shards]
     for name in names:
         call = cases[name](make)

@@ -16,12 +16,14 @@ import torch
 import torch_attn_tiers
 from csrc_free_ops import reference
 from csrc_free_ops.reference.gdn import l2norm
-from tests.conformance.calls import Maker, same_bits
+from tests.conformance.calls import Maker, poisoned_memory, same_bits
 from tests.conformance.gdn_calls import GDN_TIERS, GdnCall, check_or_skip, prompts
 from tests.conformance.test_gdn import CASES, OVERLOADS, WITH_CHECKPOINTS
 from tests.conformance.test_gdn_invariants import *  # noqa: F403  (collects them again, here)
 from tests.gpu.capturing import capture
 from tests.tolerances import assert_gdn_close
+from torch_attn_tiers.problem import GdnProblem
+from torch_attn_tiers.tiers.gdn.triton import _plan
 
 Make = Callable[..., Maker]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -101,6 +103,86 @@ def test_replays_follow_lengths_that_change(
             rows = expected.fla if overload == "h_fla" else expected.compact
             assert_gdn_close(h[: len(rows)], rows, inputs=torch.float16, what="h")
             assert bool(h[len(rows) :].isnan().all()), "a row past the last chunk was written"
+
+
+def _exact(call: GdnCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs, last states and FLA's or compact checkpoints, K-first, in float64, on the GPU."""
+    q, k, v, g, beta, state, bounds = call.args()
+    assert q is not None and k is not None and v is not None and g is not None
+    assert beta is not None and bounds is not None
+    (_, T, Hv, V), K, N = v.shape, q.shape[3], bounds.shape[0] - 1
+    out = torch.empty_like(v, dtype=torch.float64)
+    last = out.new_empty(N, Hv, V, K)
+    h = out.new_full((T // 64 + N, Hv, V, K), math.nan)
+    reference.gdn_chunk_prefill(
+        l2norm(q).double(), l2norm(k).double(), v.double(), g.double(), beta.double(),
+        None if state is None else state.mT, bounds, out, last, h, None, scale=K**-0.5,
+        h_layout="compact" if call.overload == "h_compact" else "fla",
+    )  # fmt: skip
+    return out, last.mT, h.mT
+
+
+def _assert_close_to(
+    exact: tuple[torch.Tensor, ...], result: tuple[torch.Tensor, ...], overload: str
+) -> None:
+    inputs = result[0].dtype
+    assert_gdn_close(result[0], exact[0], inputs=inputs, what="out")
+    assert_gdn_close(result[1], exact[1], inputs=inputs, what="final_state")
+    if overload != "default":
+        h = result[2][0] if overload == "h_fla" else result[2]
+        rows = int((~exact[2].isnan().flatten(1).any(1)).sum())
+        assert_gdn_close(h[:rows], exact[2][:rows], inputs=inputs, what="h")
+        assert bool(h[rows:].isnan().all()), "a row past the last chunk was written"
+
+
+def _require_split(call: GdnCall, must_run: frozenset[str]) -> None:
+    call.require("triton", must_run)
+    if torch.cuda.get_device_properties().multi_processor_count < 96:
+        pytest.skip("a smaller GPU does not split this")
+    problem = torch_attn_tiers.explain(call.op(), *call.args(), **call.scalars).problem
+    assert isinstance(problem, GdnProblem) and _plan(problem).split is not None
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_long_sequence_of_few_heads_which_is_split(
+    dtype: torch.dtype, overload: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    call = _model(maker(dtype), [32768], Hq=2, Hv=8).with_(overload)
+    _require_split(call, must_run)
+    with poisoned_memory():
+        result = call.run("triton")
+    _assert_close_to(_exact(call), result, overload)
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_replays_follow_lengths_that_change_where_sequences_are_split(
+    overload: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    m = maker(torch.float16)
+    T = 16000
+    call = _model(m, [T, 0, 0], Hq=1, Hv=2).with_(overload)
+    _require_split(call, must_run)
+    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars, tier="triton")
+    call.run("triton")
+    graph, result = capture(lambda: call.run("triton"))
+    bounds = call.tensors["cu_seqlens"]
+    assert bounds is not None
+    for values in (
+        [0, T, T, T],
+        [0, 0, 0, T],
+        [0, 1024, 2049, T - 77],
+        [0, 1023, 8000, 9000],
+        [0, 1, 2, 3],
+        [0, 0, 0, 0],
+        [0, 5000, 5000, T],
+    ):
+        bounds.copy_(m.integers(values))
+        for tensor in result:
+            if tensor.is_floating_point():
+                tensor.fill_(math.nan)
+        graph.replay()
+        _assert_close_to(_exact(call), result, overload)
 
 
 @every_tier
