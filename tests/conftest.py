@@ -90,18 +90,20 @@ def must_run(pytestconfig: pytest.Config) -> frozenset[str]:
 def _checked_memory() -> Iterator[None]:
     """An interpreted kernel that touches memory outside of its tensors fails its test.
 
-    The interpreter is also made faster, for what it computes anew and need not.
+    The interpreter is also made right in bfloat16, and faster, for what it computes anew and need
+    not.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
     try:
         from tests.interpreted_memory import check_memory
+        from tests.interpreter_bfloat16 import right_bfloat16
         from tests.interpreter_speed import without_repeated_work
     except ImportError:  # no Triton on this platform
         yield
         return
-    with check_memory(), without_repeated_work():
+    with check_memory(), without_repeated_work(), right_bfloat16():
         yield
 
 

@@ -236,11 +236,6 @@ def test_option_forces_the_interpreter_as_the_argument_does() -> None:
     assert half.explain(INTERPRETER).chosen == "unfused"
 
 
-def test_interpreter_is_wrong_in_bfloat16_and_is_not_used() -> None:
-    forced = dataclasses.replace(PLAIN, scalars={"tier": "flash"})
-    assert "bfloat16" in _reasons(forced.explain(INTERPRETER), "flash")
-
-
 # ------------------------------------------------------------------------------------------- mea
 
 

@@ -293,7 +293,7 @@ def test_import_that_fails_is_a_reason_said_once(
 
 
 def _prompt(lengths: list[int] | None, seed: int = 0, **sizes: Any) -> GdnCall:
-    """A call that the tier takes; float16, which the interpreter multiplies rightly."""
+    """A call that the tier takes."""
     return prompts(Maker(torch.float16, seed=seed), lengths, **{"K": 128, "V": 128, **sizes})
 
 

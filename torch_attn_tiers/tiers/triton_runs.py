@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from csrc_free_ops.facts import has_triton
 from torch_attn_tiers.problem import Problem
 from torch_attn_tiers.tier import Predicate
@@ -43,6 +47,29 @@ def capability(problem: Problem) -> str | None:
     if device.is_nvidia and device.capability is not None and device.capability < (8, 0):
         major, minor = device.capability
         return f"needs compute capability 8.0 or newer, the device has {major}.{minor}"
+    return None
+
+
+def wrong_in_interpreter(
+    problem: Problem,
+    name: str,
+    *,
+    products: Sequence[torch.dtype | None] = (),
+    results: Sequence[torch.dtype | None],
+) -> str | None:
+    """What the interpreter would get wrong in the tier ``name``, by dtypes multiplied and written.
+
+    It is asked where it would run only: importing Triton takes a second.
+    """
+    interpreted = problem.device.interpret and problem.requested == name
+    if not interpreted or torch.bfloat16 not in (*products, *results) or not has_triton():
+        return None
+    from csrc_free_ops.interpreter import bfloat16
+
+    if torch.bfloat16 in products and not bfloat16().multiplies:
+        return "bfloat16 products are wrong in Triton's interpreter"
+    if torch.bfloat16 in results and not bfloat16().rounds:
+        return "Triton's interpreter rounds to bfloat16 towards zero"
     return None
 
 

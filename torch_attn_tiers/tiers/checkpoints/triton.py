@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from torch_attn_tiers.problem import CheckpointProblem
 from torch_attn_tiers.tier import Plan, Tier
-from torch_attn_tiers.tiers.triton_runs import PREDICATES, runs
+from torch_attn_tiers.tiers.triton_runs import PREDICATES, runs, wrong_in_interpreter
 
 if TYPE_CHECKING:
     from csrc_free_ops.gdn.checkpoints import CheckpointPlan
 
 
 def _dtype(problem: CheckpointProblem) -> str | None:
-    if problem.device.interpret and problem.pool.dtype is torch.bfloat16:
-        return "Triton's interpreter rounds to bfloat16 towards zero"
-    return None
+    return wrong_in_interpreter(problem, "triton", results=[problem.pool.dtype])
 
 
 def _kernel_limits(problem: CheckpointProblem) -> str | None:

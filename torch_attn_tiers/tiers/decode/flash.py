@@ -21,9 +21,7 @@ def _dtype(problem: DecodeProblem) -> str | None:
     dtype = problem.query.dtype
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {dtype_name(dtype)}"
-    if problem.device.interpret and dtype is torch.bfloat16:
-        return "bfloat16 products are wrong in Triton's interpreter"
-    return None
+    return triton_runs.wrong_in_interpreter(problem, "flash", products=[dtype], results=[dtype])
 
 
 def _qk_output(problem: DecodeProblem) -> str | None:

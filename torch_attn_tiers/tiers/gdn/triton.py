@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torch_attn_tiers.problem import GdnProblem
 from torch_attn_tiers.tier import Plan, Tier
 from torch_attn_tiers.tiers import triton_runs
@@ -21,9 +19,11 @@ def _not_verified(problem: GdnProblem) -> str | None:
 
 
 def _dtype(problem: GdnProblem) -> str | None:
-    if problem.device.interpret and problem.q.dtype is torch.bfloat16:
-        return "bfloat16 products are wrong in Triton's interpreter"
-    return None
+    dtype, state = problem.q.dtype, problem.initial_state
+    pool = None if problem.pool is None or state is None else state.dtype
+    return triton_runs.wrong_in_interpreter(
+        problem, "triton", products=[dtype], results=[dtype, problem.h_dtype, pool]
+    )
 
 
 _BASICS = (

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from torch_attn_tiers.problem import GdnDecodeProblem
 from torch_attn_tiers.tier import Plan, Tier
-from torch_attn_tiers.tiers.triton_runs import PREDICATES, runs
+from torch_attn_tiers.tiers.triton_runs import PREDICATES, runs, wrong_in_interpreter
 
 if TYPE_CHECKING:
     from csrc_free_ops.gdn.decode import GdnDecodePlan
 
 
 def _dtype(problem: GdnDecodeProblem) -> str | None:
-    if problem.device.interpret and torch.bfloat16 in (problem.q.dtype, problem.state.dtype):
-        return "Triton's interpreter rounds to bfloat16 towards zero"
-    return None
+    return wrong_in_interpreter(problem, "triton", results=[problem.q.dtype, problem.state.dtype])
 
 
 def _kernel_limits(problem: GdnDecodeProblem) -> str | None:
