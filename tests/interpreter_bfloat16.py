@@ -1,10 +1,11 @@
 """Triton's interpreter with a bfloat16 that computes right.
 
 It keeps the bits as uint16. Triton 3.7 multiplies, adds and compares these as integers, has no
-constants of that dtype, and rounds float32 towards zero. `right_bfloat16()` widens operands to float32, which is exact, and
-rounds results to the nearest, ties to even, as a GPU does: of one operation of two bfloat16 numbers
-that is the correctly rounded result. What no kernel here does (reductions, scans and atomics in
-bfloat16, conversions to and from float8) is an error within the block, not a wrong number.
+constants of that dtype, and rounds float32 towards zero. `right_bfloat16()` widens operands to
+float32, which is exact, and rounds results to the nearest, ties to even, as a GPU does: of one
+operation of two bfloat16 numbers that is the correctly rounded result. What no kernel here does
+(reductions, scans and atomics in bfloat16, conversions to and from float8) is an error within the
+block, not a wrong number.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ def lay_out(m: Maker, tensor: torch.Tensor, layout: str) -> torch.Tensor:
 def gdn_calls(draw: st.DrawFn, max_sequences: int = 4, max_group: int = 3) -> GdnCall:
     """Any legal call of the three overloads, small."""
     m = Maker(
-        draw(st.sampled_from((torch.float32, torch.float32, torch.float16))),
+        draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16))),
         seed=draw(st.integers(0, 2**31 - 1)),
     )
     Hq, group = draw(st.integers(1, 2)), draw(st.integers(1, max_group))
@@ -74,7 +74,7 @@ def gdn_calls(draw: st.DrawFn, max_sequences: int = 4, max_group: int = 3) -> Gd
     overload = draw(st.sampled_from(("default", "h_fla", "h_compact")))
     if overload != "default":
         changes["total_chunks"] = draw(st.one_of(st.none(), st.integers(0, 5)))
-        changes["h_dtype"] = draw(st.sampled_from((None, torch.float32, torch.float16)))
+        changes["h_dtype"] = draw(st.sampled_from((None, torch.float32, torch.bfloat16)))
     return call.with_(overload, **changes)
 
 
@@ -108,7 +108,8 @@ def test_neighbours_change_no_bit_in_triton(tier: str, data: st.DataObject) -> N
 
 def _check_neighbours(tier: str, data: st.DataObject, max_sequences: int) -> None:
     lengths = data.draw(st.lists(LENGTHS, min_size=1, max_size=max_sequences))
-    m = Maker(torch.float32, seed=data.draw(st.integers(0, 2**31 - 1)))
+    dtype = data.draw(st.sampled_from((torch.float32, torch.bfloat16)))
+    m = Maker(dtype, seed=data.draw(st.integers(0, 2**31 - 1)))
     call = prompts(m, lengths, T=sum(lengths) + data.draw(st.integers(0, 9)), batch_invariant=True)
     call.require(tier)
     out, final_state = call.run(tier)

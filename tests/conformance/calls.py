@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -169,6 +169,10 @@ class Maker:
         self.T, self.D = (1100, 128) if real_sizes else (197, 128)
         self._generator = torch.Generator().manual_seed(seed)
 
+    def reseed(self, seed: int) -> None:
+        """Goes on with the numbers of another seed."""
+        self._generator.manual_seed(seed)
+
     def pick(self, small: int, real: int) -> int:
         """A size by whether the machine is slow (interpreter) or not (GPU)."""
         return real if self.real_sizes else small
@@ -214,3 +218,12 @@ class Maker:
             "key": self.normal(B, Hkv, T, D, dtype=cache_dtype),
             "value": self.normal(B, Hkv, T, D if Dv is None else Dv, dtype=cache_dtype),
         }
+
+
+def of_dtype(make: Callable[..., Maker], dtype: torch.dtype) -> Callable[..., Maker]:
+    """The function that makes a `Maker`, with this dtype where a case asks for none."""
+
+    def made(dtype: torch.dtype = dtype, seed: int = 0) -> Maker:
+        return make(dtype, seed)
+
+    return made

@@ -44,7 +44,7 @@ class ScatterCase:
     indices: tuple[int, ...] | None
     axis: int = -2
     write_mode: str = "linear"
-    dtype: torch.dtype = torch.float16
+    dtype: torch.dtype = torch.bfloat16
     index_dtype: torch.dtype = torch.int32
     cache_order: tuple[int, ...] | None = None  # permutation that makes the cache strided
     update_order: tuple[int, ...] | None = None
@@ -114,7 +114,7 @@ SCATTERS = {
     "no_heads": ScatterCase((3, 0, 11, 16), (3, 0, 1, 16), (0, 1, 2)),
 }
 for _dtype in (
-    torch.float32, torch.float64, torch.bfloat16, torch.int8, torch.uint8, torch.int32,
+    torch.float32, torch.float64, torch.float16, torch.int8, torch.uint8, torch.int32,
     torch.int64, torch.float8_e4m3fn, torch.bool,
 ):  # fmt: skip
     SCATTERS[f"dtype_{str(_dtype).removeprefix('torch.')}"] = ScatterCase(
@@ -172,11 +172,14 @@ def test_indices_may_be_a_strided_view(implementation: str, maker: MakeMaker) ->
 
 
 @pytest.mark.parametrize("implementation", WRITES)
-def test_nan_and_payload_bits_are_copied_exactly(implementation: str, maker: MakeMaker) -> None:
-    m = maker()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_nan_and_payload_bits_are_copied_exactly(
+    dtype: torch.dtype, implementation: str, maker: MakeMaker
+) -> None:
+    m = maker(dtype)
     bits = torch.arange(-(2**15), 2**15, 2048, dtype=torch.int16, device=m.device)
-    update = bits.view(torch.float16).reshape(1, 2, 1, 16)
-    cache = m.normal(1, 2, 5, 16, dtype=torch.float16)
+    update = bits.view(dtype).reshape(1, 2, 1, 16)
+    cache = m.normal(1, 2, 5, 16)
     WRITES[implementation](cache, update, m.integers([3]), axis=-2, write_mode="linear")
     assert same_bits(cache[:, :, 3:4], update)
 
@@ -224,7 +227,7 @@ KV_CASES = {
 def test_kv_scatter_writes_both_caches(
     name: str, write_mode: str, implementation: str, maker: MakeMaker
 ) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     key_shape, value_shape, length, axis = KV_CASES[name]
     caches = [m.normal(*shape) for shape in (key_shape, value_shape)]
     updates = []
@@ -257,7 +260,7 @@ def test_kv_scatter_into_strided_caches_of_two_layouts(
 
 @pytest.mark.parametrize("implementation", KV_WRITES)
 def test_kv_scatter_into_halves_of_one_allocation(implementation: str, maker: MakeMaker) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     both = m.normal(2, 2, 2, 7, 16)
     caches, updates = list(both), [m.normal(2, 2, 1, 16), m.normal(2, 2, 1, 16)]
     indices = m.integers([6, -1])
@@ -355,7 +358,7 @@ QUANTISED_CASES = {
 def test_quantised_scales_belong_to_heads(
     name: str, kinds: str, write_mode: str, implementation: str, maker: MakeMaker
 ) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     *shapes, axis, order = QUANTISED_CASES[name]
     heads_dim = 2 if axis == 1 else 1
     length = min(2, *(shape[axis] for shape in shapes))
@@ -426,7 +429,7 @@ def test_one_cache_in_float8_and_one_that_is_copied(implementation: str, maker: 
 
 
 def test_quantise_then_decode_is_near_attention_over_what_was_written(maker: MakeMaker) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     call = m.qkv(B=2, T=12, cache_dtype=FLOAT8)
     keys, values = m.normal(2, 2, 5, m.D), m.normal(2, 2, 5, m.D)
     scales = m.scales(0.02, 0.01), m.scales(0.01)

@@ -222,7 +222,7 @@ LENGTHS = [320, 319, 0, 350, 350, 66, 130, 64]
 @every_tier
 @pytest.mark.parametrize("state_v_first", [False, True])
 @pytest.mark.parametrize("h_layout", ["fla", "compact"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_place_in_the_pool_equals_the_state_of_a_run_of_the_prefix(
     dtype: torch.dtype,
     h_layout: str,

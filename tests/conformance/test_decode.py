@@ -10,8 +10,8 @@ from tests.conformance.cases import CASES, Case
 from tests.conformance.tiers import DECODE_TIERS
 
 DTYPES = {
-    # The interpreter's bfloat16 products are wrong (triton 3.7), so that flash gets the other two.
-    "flash": (torch.float16, torch.float32),
+    # Of the 16-bit dtypes bfloat16 gets all cases, float16 every second: they take the same path.
+    "flash": (torch.float16, torch.bfloat16, torch.float32),
     "unfused": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
 }
 
@@ -21,11 +21,11 @@ def _params() -> list:
         pytest.param(
             case, tier, dtype, id=f"{case.name}-{tier}-{str(dtype).removeprefix('torch.')}"
         )
-        for case in CASES
+        for i, case in enumerate(CASES)
         if case.everywhere
         for tier in DECODE_TIERS
         for dtype in DTYPES.get(tier, (torch.float16,))
-        if case.is_legal_in(dtype)
+        if case.is_legal_in(dtype) and not (tier == "flash" and dtype is torch.float16 and i % 2)
     ]
 
 

@@ -32,7 +32,7 @@ def _in_turn(tier: str, *calls: Call) -> None:
 def test_batch_invariant_rows_do_not_depend_on_neighbours_batch_or_capacity(
     tier: str, rows: int, maker: MakeMaker
 ) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     T = m.pick(620, 3000)  # more than one of the parts that a row is cut into
     call = m.qkv(B=4, Hq=2, Hkv=1, Sq=rows, T=T)
     lengths = m.lengths([T - 5, 0, m.pick(133, 1500), 6])
@@ -70,7 +70,7 @@ def test_batch_invariant_rows_do_not_depend_on_neighbours_batch_or_capacity(
 def test_what_lies_past_the_length_never_changes_a_bit(
     tier: str, junk: float, maker: MakeMaker
 ) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     call, lengths = m.qkv(B=3, Sq=2), [m.T - 6, 0, 3]
     call["nonpad_kv_seqlen"] = m.lengths(lengths)
     clean = Call(dict(call), {"is_causal": True})
@@ -86,7 +86,7 @@ def test_what_lies_past_the_length_never_changes_a_bit(
 
 @every_tier
 def test_keys_hidden_by_a_bool_mask_never_change_a_bit(tier: str, maker: MakeMaker) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     call, mask = m.qkv(), m.flags(2, 1, 1, m.T)
     clean = Call({**call, "attn_mask": mask})
     require(clean, tier)
@@ -100,7 +100,7 @@ def test_keys_hidden_by_a_bool_mask_never_change_a_bit(tier: str, maker: MakeMak
 
 @every_tier
 def test_result_does_not_depend_on_what_memory_held_before(tier: str, maker: MakeMaker) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     call = Call(
         {**m.qkv(B=3, Sq=3), "nonpad_kv_seqlen": m.lengths([0, 2, m.T])}, {"is_causal": True}
     )
@@ -117,7 +117,7 @@ def test_result_does_not_depend_on_what_memory_held_before(tier: str, maker: Mak
 def test_causality_changes_nothing_for_a_single_row_with_lengths(
     tier: str, maker: MakeMaker
 ) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     tensors = {**m.qkv(B=3), "nonpad_kv_seqlen": m.lengths([m.T, 0, 4])}
     plain, causal = Call(tensors), Call(tensors, {"is_causal": True})
     assert plain.reasons_against(tier) == causal.reasons_against(tier)
@@ -150,7 +150,7 @@ def test_default_scale_is_the_same_call_as_the_scale_given(tier: str, maker: Mak
 @every_tier
 def test_plan_is_not_shared_between_dtypes(tier: str, maker: MakeMaker) -> None:
     calls = []
-    for dtype in (torch.float16, torch.float32):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
         m = maker(dtype)
         calls.append(Call({**m.qkv(), "nonpad_kv_seqlen": m.lengths([m.T, 3])}))
     _in_turn(tier, *calls)
@@ -175,7 +175,7 @@ def test_plan_is_not_shared_between_scalars(tier: str, maker: MakeMaker) -> None
 
 @every_tier
 def test_plan_is_not_shared_between_calls_with_other_tensors(tier: str, maker: MakeMaker) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     qkv = m.qkv(Sq=2)
     lengths = m.lengths([m.T, 3])
     _in_turn(
@@ -215,7 +215,7 @@ def test_plan_is_not_shared_between_lengths_of_the_past(tier: str, maker: MakeMa
 
 @every_tier
 def test_plan_is_not_shared_between_layouts(tier: str, maker: MakeMaker) -> None:
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     qkv = {**m.qkv(Sq=2), "nonpad_kv_seqlen": m.lengths([m.T, 3])}
     pair = m.normal(2, m.T, 2, 2, m.D)
     packed = m.normal(2, 2, 8, m.D).transpose(1, 2)
@@ -300,7 +300,7 @@ def test_second_equal_call_builds_nothing(tier: str, maker: MakeMaker) -> None:
 @every_tier
 def test_lengths_changed_in_place_are_seen(tier: str, maker: MakeMaker) -> None:
     """A cache keyed by the identity of the tensor would answer for the old lengths."""
-    m = maker(torch.float16)
+    m = maker(torch.bfloat16)
     lengths = m.lengths([m.T, 3])
     call = Call({**m.qkv(Sq=2), "nonpad_kv_seqlen": lengths}, {"is_causal": True})
     require(call, tier)

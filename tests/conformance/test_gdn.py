@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.calls import Maker
+from tests.conformance.calls import Maker, of_dtype
 from tests.conformance.gdn_calls import GDN_TIERS, GdnCall, check_or_skip, prompts
 
 Make = Callable[..., Maker]
 Case = Callable[[Make], GdnCall]
 CASES: dict[str, Case] = {}
 OVERLOADS = ("default", "h_fla", "h_compact")
+#: Of the cases that ask for none. tests/gpu runs them in float16 too.
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def case(function: Case) -> Case:
@@ -323,9 +325,12 @@ def _heads_before_tokens(tensor: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tier", GDN_TIERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str, tier: str, maker: Make, must_run: frozenset[str]) -> None:
-    check_or_skip(CASES[name](maker), tier, must_run)
+def test_case(
+    name: str, dtype: torch.dtype, tier: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    check_or_skip(CASES[name](of_dtype(maker, dtype)), tier, must_run)
 
 
 WITH_CHECKPOINTS = (
@@ -347,12 +352,22 @@ WITH_CHECKPOINTS = (
 
 
 @pytest.mark.parametrize("tier", GDN_TIERS)
-@pytest.mark.parametrize("overload", OVERLOADS[1:])
+@pytest.mark.parametrize(
+    ("overload", "dtype"),
+    [("h_fla", torch.float32), ("h_compact", torch.float32), ("h_compact", torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", WITH_CHECKPOINTS)
 def test_case_with_checkpoints(
-    name: str, overload: str, tier: str, maker: Make, must_run: frozenset[str]
+    name: str,
+    overload: str,
+    dtype: torch.dtype,
+    tier: str,
+    maker: Make,
+    must_run: frozenset[str],
 ) -> None:
-    check_or_skip(CASES[name](maker).with_(overload), tier, must_run)
+    call = CASES[name](of_dtype(maker, dtype)).with_(overload)
+    check_or_skip(call, tier, must_run)
 
 
 @pytest.mark.parametrize("tier", GDN_TIERS)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.conformance.calls import Maker, same_bits
+from tests.conformance.calls import Maker, of_dtype, same_bits
 from tests.conformance.gdn_calls import prompts
 from tests.conformance.gdn_decode_calls import (
     STEP_TIERS,
@@ -22,6 +22,8 @@ Make = Callable[..., Maker]
 Case = Callable[[Make], StepCall]
 CASES: dict[str, Case] = {}
 every_tier = pytest.mark.parametrize("tier", STEP_TIERS)
+#: Of the cases that ask for none. tests/gpu runs them in float16 too.
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def case(function: Case) -> Case:
@@ -396,9 +398,12 @@ def expanded_gates_and_heads(make: Make) -> StepCall:
 
 
 @every_tier
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str, tier: str, maker: Make, must_run: frozenset[str]) -> None:
-    check_or_skip(CASES[name](maker), tier, must_run)
+def test_case(
+    name: str, dtype: torch.dtype, tier: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    check_or_skip(CASES[name](of_dtype(maker, dtype)), tier, must_run)
 
 
 # ------------------------------------------------------------------------- several calls together
@@ -456,7 +461,7 @@ def test_rejected_tokens_are_taken_back(tier: str, maker: Make, must_run: frozen
 
 
 @every_tier
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_state_is_float32_between_the_tokens_of_a_call(
     tier: str, state_dtype: torch.dtype, maker: Make, must_run: frozenset[str]
 ) -> None:

@@ -30,11 +30,17 @@ def one(call: GdnCall, i: int) -> GdnCall:
 
 
 @every_tier
-@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize(
+    ("batch_invariant", "dtypes"), [(True, ()), (True, (torch.bfloat16,)), (False, ())]
+)
 def test_batch_of_sequences_equals_one_by_one(
-    tier: str, batch_invariant: bool, maker: Make, must_run: frozenset[str]
+    tier: str,
+    batch_invariant: bool,
+    dtypes: tuple[torch.dtype, ...],
+    maker: Make,
+    must_run: frozenset[str],
 ) -> None:
-    call = prompts(maker(), LENGTHS, T=BOUNDS[-1] + 9, batch_invariant=batch_invariant)
+    call = prompts(maker(*dtypes), LENGTHS, T=BOUNDS[-1] + 9, batch_invariant=batch_invariant)
     call.require(tier, must_run)
     out, final_state = call.run(tier)
     for i, (first, end) in enumerate(zip(BOUNDS, BOUNDS[1:], strict=False)):

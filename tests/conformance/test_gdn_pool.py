@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.calls import Maker, same_bits
+from tests.conformance.calls import Maker, of_dtype, same_bits
 from tests.conformance.gdn_calls import GDN_TIERS
 from tests.conformance.gdn_decode_calls import copy_with_storage
 from tests.conformance.gdn_pool_calls import PoolCall, check_or_skip, pooled
@@ -18,6 +18,8 @@ Make = Callable[..., Maker]
 Case = Callable[[Make], PoolCall]
 CASES: dict[str, Case] = {}
 every_tier = pytest.mark.parametrize("tier", GDN_TIERS)
+#: Of the cases that ask for none. tests/gpu runs them in float16 too.
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def case(function: Case) -> Case:
@@ -256,9 +258,12 @@ def heads_in_groups_with_a_scale(make: Make) -> PoolCall:
 
 
 @every_tier
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_case(name: str, tier: str, maker: Make, must_run: frozenset[str]) -> None:
-    check_or_skip(CASES[name](maker), tier, must_run)
+def test_case(
+    name: str, dtype: torch.dtype, tier: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    check_or_skip(CASES[name](of_dtype(maker, dtype)), tier, must_run)
 
 
 # ------------------------------------------------------------------------- several calls together
@@ -287,15 +292,15 @@ def test_kept_states_are_bits_of_the_checkpoints(
     tier: str, maker: Make, must_run: frozenset[str]
 ) -> None:
     track = [(128, 0), (0, 1), (64, 2), (5, 3), (64, 4)]
-    call = pooled(maker(), LENGTHS, [-1] * 5, [-1] * 5, track, pool=torch.float16)
+    call = pooled(maker(), LENGTHS, [-1] * 5, [-1] * 5, track, pool=torch.bfloat16)
     call.require(tier, must_run)
-    compact = call.gathered().with_("h_compact", h_dtype=torch.float16)
+    compact = call.gathered().with_("h_compact", h_dtype=torch.bfloat16)
     _, final_state, h, starts = compact.run(tier)
     call.run(tier)
     for i, (count, place) in enumerate(track):
         if count % 64 == 0 and count:
             assert same_bits(call.pool[place], h[int(starts[i]) + count // 64 - 1])
-    assert same_bits(call.pool[3], final_state[3].half())
+    assert same_bits(call.pool[3], final_state[3].bfloat16())
 
 
 @every_tier
