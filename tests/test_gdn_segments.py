@@ -103,7 +103,7 @@ def segment_map(bounds: list[int] | None, N: int, T: int, L: int) -> list[list[i
     launch = made.split.segment_map
     rows = torch.full((made.split.segments + 1, 4), 77, dtype=torch.int32)
     cu = torch.tensor(bounds or [0])
-    constants = {**launch.constants, "BLOCK": 4}  # several blocks
+    constants = {**launch.constants, "BLOCK": 4, "PDL": False}  # several blocks
     segment_map_kernel[launch.grid](cu, rows, **launch.scalars, **constants)
     return rows.tolist()
 
@@ -144,7 +144,8 @@ def test_segment_map_of_a_batch() -> None:
     assert made.split is not None
     launch = made.split.segment_map
     rows = torch.full((made.split.segments + 1, 4), 77, dtype=torch.int32)
-    segment_map_kernel[launch.grid](rows, rows, **launch.scalars, **launch.constants)
+    constants = {**launch.constants, "PDL": False}
+    segment_map_kernel[launch.grid](rows, rows, **launch.scalars, **constants)
     assert rows[:4].tolist() == [[0, 0, 0, 2], [0, 2, 2, 1], [1, 0, 3, 2], [1, 2, 5, 1]]
     assert rows[4, 0] == -1
 

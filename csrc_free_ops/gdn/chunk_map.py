@@ -6,6 +6,18 @@ they change. Where sequences are split, a second kernel says which chunks are wh
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+
+@triton.jit
+def wait_for_earlier_kernels(PDL: tl.constexpr):
+    """What a kernel of the chain begins with: it is launched before the one ahead has ended.
+
+    Nothing touches memory before.
+    """
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -42,7 +54,9 @@ def chunk_map_kernel(
     BLOCK: tl.constexpr,
     HAS_CU: tl.constexpr,
     HAS_H_STARTS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier_kernels(PDL)
     chunks = tl.zeros((), tl.int64)
     complete = tl.zeros((), tl.int64)
     for at in range(0, sequences, BLOCK):
@@ -97,8 +111,10 @@ def segment_map_kernel(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_CU: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """A program is one sequence, which has a segment even if it has no token."""
+    wait_for_earlier_kernels(PDL)
     i = tl.program_id(0)
     if HAS_CU:
         first_chunk = tl.zeros((), tl.int64)

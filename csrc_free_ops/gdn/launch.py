@@ -193,7 +193,7 @@ def plan_gdn(
     cu = (cu_seqlens_dtype or torch.int32, False)
     starts, h_starts = (torch.int32, True), (torch.int64, True)
     pair = (torch.float32, True)
-    shared = dict(C=C, HAS_CU=has_cu)
+    shared = dict(C=C, HAS_CU=has_cu, PDL=device.has_pdl)
     tiles = dict(K=K, V=V, GROUP=Hv // Hq, L2NORM=qk_l2norm, PRECISION=precision, WIDE=wide)
     strides = {**_strides("q", q), **_strides("k", k)}
     chunk_map = Launch(
@@ -202,7 +202,7 @@ def plan_gdn(
         pointers=dict(cu_seqlens=cu, chunk_starts=starts, h_cu_starts=h_starts),
         scalars=dict(tokens=T, sequences=sequences),
         constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact"),
-        options=dict(num_warps=4),
+        options=_options(device, 4),
     )
     prepare = Launch(
         prepare_kernel,
@@ -221,7 +221,7 @@ def plan_gdn(
             NK=-(-K // config.prepare_bk), BLOCK_V=_pow2(V),
             SOLVE_PRECISION=solve_precision, EXACT=exact,
         ),
-        options=_options(config.prepare_warps, 1, config.prepare_registers),
+        options=_options(device, config.prepare_warps, 1, config.prepare_registers),
     )  # fmt: skip
     state = initial_state
     s_strides = (0, 0, 0, 0) if state is None else state.stride
@@ -256,7 +256,7 @@ def plan_gdn(
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
         ),
-        options=_options(config.scan_warps, config.scan_stages, config.scan_registers),
+        options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip
     split = None
     if is_split:
@@ -323,8 +323,10 @@ def _plan_split(
         grid=scalars["sequences"],
         pointers=chosen("cu_seqlens", "segment_map"),
         scalars=dict(**scalars, segments=segments),
-        constants=dict(C=C, BLOCK=_SEGMENT_MAP_BLOCK, HAS_CU=constants["HAS_CU"]),
-        options=dict(num_warps=4),
+        constants=dict(
+            C=C, BLOCK=_SEGMENT_MAP_BLOCK, HAS_CU=constants["HAS_CU"], PDL=device.has_pdl
+        ),
+        options=_options(device, 4),
     )
     make = Launch(
         segment_kernel,
@@ -335,7 +337,7 @@ def _plan_split(
         ),
         scalars=dict(tokens=scalars["tokens"], **state, **_strides("k", k), **_strides("v", v)),
         constants=constants,
-        options=_options(config.scan_warps, config.scan_stages, config.scan_registers),
+        options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip
     chain = Launch(
         chain_kernel,
@@ -344,9 +346,9 @@ def _plan_split(
         scalars={},
         constants=dict(
             HV=Hv, K=K, V=V, BV=_CHAIN_BV, BK=32 if K <= 128 else 16, BLOCK_K=_pow2(K),
-            PRECISION="tf32x3" if device.is_nvidia else "ieee",
+            PRECISION="tf32x3" if device.is_nvidia else "ieee", PDL=device.has_pdl,
         ),
-        options=dict(num_warps=4, num_stages=3),
+        options=_options(device, 4, 3),
     )  # fmt: skip
     return Split(segment_map, make, chain, segments, (segments, Hv, V + K, K))
 
@@ -502,8 +504,15 @@ def _strides(name: str, facts: TensorFacts) -> dict[str, int]:
     return {f"{name}_stride_{dim}": stride for dim, stride in zip("bthd", facts.stride)}
 
 
-def _options(warps: int, stages: int, registers: int | None) -> dict[str, int]:
-    options = {"num_warps": warps, "num_stages": stages}
+def _options(
+    device: DeviceFacts, warps: int, stages: int | None = None, registers: int | None = None
+) -> dict[str, Any]:
+    """Triton's options of compiling and launching."""
+    options: dict[str, Any] = {"num_warps": warps}
+    if stages is not None:
+        options["num_stages"] = stages
     if registers is not None:  # not known everywhere
         options["maxnreg"] = registers
+    if device.has_pdl:
+        options["launch_pdl"] = True
     return options

@@ -21,7 +21,11 @@ warp alone exchange nothing with the others.
 import triton
 import triton.language as tl
 
-from csrc_free_ops.gdn.chunk_map import sequence_bounds, sequence_of
+from csrc_free_ops.gdn.chunk_map import (
+    sequence_bounds,
+    sequence_of,
+    wait_for_earlier_kernels,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -200,7 +204,9 @@ def prepare_kernel(
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier_kernels(PDL)
     HV: tl.constexpr = HQ * GROUP
     chunk = tl.program_id(0).to(tl.int64) // (HV // HEADS)
     first_head = tl.program_id(0) % (HV // HEADS) * HEADS

@@ -17,7 +17,7 @@ chunk to the last, as tiles of BK columns (up to four).
 import triton
 import triton.language as tl
 
-from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds
+from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds, wait_for_earlier_kernels
 from csrc_free_ops.gdn.prepare import load_rows, offsets
 from csrc_free_ops.gdn.tiles import load_keys, load_state, store_state, update_state
 
@@ -58,8 +58,9 @@ def scan_kernel(
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
-    SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier_kernels(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
     head = tl.program_id(0) // V_TILES % HV

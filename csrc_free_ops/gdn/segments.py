@@ -13,7 +13,7 @@ segment begins with, and below it M. B of a segment is written where the next on
 import triton
 import triton.language as tl
 
-from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds
+from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds, wait_for_earlier_kernels
 from csrc_free_ops.gdn.prepare import offsets
 from csrc_free_ops.gdn.tiles import load_keys, load_state, store_state, update_state
 
@@ -44,9 +44,10 @@ def segment_kernel(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
     HAS_STATE: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    HAS_POOL: tl.constexpr, TWO_TERMS: tl.constexpr,
+    HAS_POOL: tl.constexpr, TWO_TERMS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program is one segment, one value head and BV columns of B, or of M."""
+    wait_for_earlier_kernels(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = V_TILES + (K + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
@@ -157,10 +158,11 @@ def chain_kernel(
     segment_map,
     maps,  # in: M and B, out: the states that segments begin with
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program is one sequence, one value head and BV columns of V; of others' than a sequence's
     first segment there are programs too, which stop at once."""
+    wait_for_earlier_kernels(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     MAP: tl.constexpr = (V + K) * K
     segment = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
