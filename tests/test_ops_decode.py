@@ -342,6 +342,23 @@ def test_only_hidden_keys_read_minus_infinity_in_masked_logits(
     assert (logits[..., 2] <= torch.finfo(dtype).min / 2).all()
 
 
+@pytest.mark.parametrize("tier", ["flash", "unfused"])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_may_be_any_finite_number(dtype: torch.dtype, softcap: float, tier: str) -> None:
+    query, key = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 5, 16)
+    most = torch.finfo(dtype).max
+    sinks = torch.tensor([most, most / 1.3, -most, -torch.inf], dtype=dtype)
+    y = decode(query, key, key, None, None, sinks, softcap=softcap, tier=tier)
+    expected = decode(query, key, key, softcap=softcap, tier="unfused")
+    expected[:, :2] = 0
+    torch.testing.assert_close(y, expected)
+    for strange in (torch.inf, torch.nan):
+        sinks.fill_(strange)
+        y = decode(query, key, key, None, None, sinks, softcap=softcap, tier=tier)
+        assert y.isnan().all()
+
+
 # --------------------------------------------------------------------------- torch.func transforms
 
 

@@ -46,6 +46,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 LOG2E = tl.constexpr(1.4426950408889634)
+MOST_LOGIT = tl.constexpr(2.35e38)  # times LOG2E it is below the largest float32
 
 # Values that travel together through the helpers. A tuple's members are values of the device: what
 # the compiler must know is passed beside it, or in a tuple that is itself a ``tl.constexpr``.
@@ -361,7 +362,9 @@ def _store_rows(
     if HAS_SINKS:
         sink = tl.load(output.sinks + head, mask=row_ok, other=float("-inf")).to(tl.float32)
         if not NATURAL:
-            sink = sink * LOG2E
+            # A finite one stays finite; infinity and NaN stay what they are.
+            is_beyond = (sink > MOST_LOGIT) & (sink < float("inf"))
+            sink = tl.where(is_beyond, MOST_LOGIT, sink) * LOG2E
         _m, m_safe, alpha = _new_maximum(m, sink, NATURAL)
         l = l * alpha + _exp(sink - m_safe, NATURAL)
         acc = acc * alpha[:, None]
