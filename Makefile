@@ -29,6 +29,7 @@ endif
 help:
 	@echo 'make demo           environment, then examples/serving_loop.py'
 	@echo 'make test           environment, then the tests, on the CPU'
+	@echo 'make install        environment only'
 	@echo 'make lint           ruff format --check, ruff check'
 	@echo 'make format         rewrite the files as ruff would have them'
 	@echo 'make types          mypy over the two packages'
