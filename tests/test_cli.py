@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from torch_attn_tiers import ranking
 from torch_attn_tiers.cli import environment, main
 
 
@@ -115,3 +116,59 @@ def test_cudnn_version_in_words() -> None:
 def test_bench_refuses_what_it_cannot_measure(options: list[str], words: str) -> None:
     with pytest.raises(SystemExit, match=words):
         main(["bench", "decode", "--device", "cpu", *options])
+
+
+@pytest.mark.parametrize("device", ["foo", "cuda:x", "meta"])
+@pytest.mark.parametrize("command", [["explain"], ["tune"], ["bench", "decode"]], ids=str)
+def test_a_device_that_is_none_is_refused_in_words(command: list[str], device: str) -> None:
+    with pytest.raises(SystemExit, match=f"--device {device}: it must be cpu, cuda or"):
+        main([*command, "--device", device])
+
+
+def test_tune_measures_no_gpu_that_is_not_here() -> None:
+    with pytest.raises(SystemExit, match="--device sm_90: it must be cpu, cuda or"):
+        main(["tune", "--device", "sm_90"])
+
+
+@pytest.mark.parametrize("size", ["-1", "1" + 21 * "0", "many"])
+def test_explain_refuses_what_is_no_size(size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["explain", "--device", "cpu", "--batch", size])
+    assert raised.value.code == 2
+    assert "argument --batch: " in capsys.readouterr().err
+
+
+def test_explain_refuses_tensors_that_no_memory_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "--device", "cpu", "--batch", str(10**15)]) == 2
+    assert "there are no tensors of these shapes" in capsys.readouterr().err
+
+
+def test_explain_exits_with_1_if_the_call_would_raise(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a tier that is not eligible here")
+    assert main(["explain", "--device", "cpu", "--tier", "mea"]) == 1
+    assert "this call would raise" in capsys.readouterr().out
+
+
+def test_each_table_of_the_package_can_be_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    tables = [json.loads(path.read_text()) for path in ranking.FOLDER.glob("*.json")]
+    assert {table["device"] for table in tables} >= {"NVIDIA H200"}
+    for table in tables:
+        assert main(["explain", "--device", table["device"]]) == 0
+        order = capsys.readouterr().out.split("order: ")[1]
+        assert "no table" not in order
+
+
+@pytest.mark.parametrize("option", ["--out", "--table"])
+def test_tune_refuses_a_file_that_was_cut(tmp_path: pathlib.Path, option: str) -> None:
+    files = {"--out": tmp_path / "out.json", "--table": tmp_path / "table.json"}
+    files[option].write_text('{"op": "decode", "rows": [')
+    words = [word for name, file in files.items() for word in (name, str(file))]
+    with pytest.raises(SystemExit, match=f"{option} .*: it is no JSON .*; remove it"):
+        main(["tune", "--device", "cpu", *words])
+
+
+def test_doctor_says_which_tiers_a_library_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    versions = capsys.readouterr().out.split("Devices")[0]
+    assert "tier cudnn" in versions and "tiers xqa and flashinfer" in versions

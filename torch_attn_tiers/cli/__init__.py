@@ -1,4 +1,4 @@
-"""The command line: `python -m torch_attn_tiers {doctor,explain,bench}`."""
+"""The command line: `python -m torch_attn_tiers {doctor,explain,bench,tune}`."""
 
 from __future__ import annotations
 

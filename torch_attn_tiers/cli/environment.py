@@ -18,9 +18,9 @@ import torch
 # Distribution name -> what it is for. Only torch is required everywhere.
 PACKAGES = {
     "torch": "the framework",
-    "triton": "tier flash, cache writes",
-    "nvidia-cudnn-frontend": "cuDNN's graph API",
-    "flashinfer-python": "FlashInfer and XQA kernels",
+    "triton": "tier flash, cache writes, tiers triton",
+    "nvidia-cudnn-frontend": "tier cudnn",
+    "flashinfer-python": "tiers xqa and flashinfer",
     "fa3-fwd": "FlashAttention-3, a peer in the bench",
     "fla-core": "flash-linear-attention, a peer in the bench",
     "flash-qla": "FlashQLA, a peer in the bench",
@@ -110,6 +110,10 @@ def _git(root: pathlib.Path, *args: str) -> str:
     return done.stdout.strip()
 
 
+#: What :func:`parse_device` takes.
+DEVICE_HELP = "cpu, cuda or cuda:1, a device that is here"
+
+
 def default_device() -> torch.device:
     """The current CUDA (or ROCm) device if there is one, else the CPU."""
     if torch.cuda.is_available():
@@ -117,13 +121,25 @@ def default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def parse_device(text: str | None) -> torch.device:
-    """A device with an index from `--device`; None is the default device."""
+def parse_device(text: str | None, legal: str = DEVICE_HELP) -> torch.device:
+    """A device with an index from `--device`; None is the default device.
+
+    An error says that ``text`` must be ``legal``.
+    """
     if text is None:
         return default_device()
-    device = torch.device(text)
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise SystemExit(f"--device {text}: it must be {legal}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise SystemExit(f"--device {text}: it must be {legal}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"--device {text}: PyTorch sees no CUDA device here")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise SystemExit(
+            f"--device {text}: PyTorch sees {torch.cuda.device_count()} CUDA devices here"
+        )
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device

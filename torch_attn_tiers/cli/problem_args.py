@@ -15,16 +15,24 @@ DTYPES = {
 }
 
 
+def size(text: str) -> int:
+    """A size of a tensor."""
+    number = int(text)
+    if not 0 <= number < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is no size; it must be between 0 and 2^63 - 1")
+    return number
+
+
 def add_problem_options(parser: argparse.ArgumentParser) -> None:
     """Adds shapes, dtype, layout and the operator's scalars."""
     shapes = parser.add_argument_group("shapes")
-    shapes.add_argument("--batch", type=int, default=1)
-    shapes.add_argument("--q-heads", type=int, default=32)
-    shapes.add_argument("--kv-heads", type=int, default=8)
-    shapes.add_argument("--head-dim", type=int, default=128, help="D")
-    shapes.add_argument("--value-head-dim", type=int, default=None, help="Dv, default D")
-    shapes.add_argument("--query-length", type=int, default=1, help="Sq")
-    shapes.add_argument("--capacity", type=int, default=4096, help="T, the length of the cache")
+    shapes.add_argument("--batch", type=size, default=1)
+    shapes.add_argument("--q-heads", type=size, default=32)
+    shapes.add_argument("--kv-heads", type=size, default=8)
+    shapes.add_argument("--head-dim", type=size, default=128, help="D")
+    shapes.add_argument("--value-head-dim", type=size, default=None, help="Dv, default D")
+    shapes.add_argument("--query-length", type=size, default=1, help="Sq")
+    shapes.add_argument("--capacity", type=size, default=4096, help="T, the length of the cache")
     shapes.add_argument("--dtype", choices=sorted(DTYPES), default=None)
     shapes.add_argument(
         "--kv-dtype", choices=("float8_e4m3fn",), default=None, help="of the cache, default --dtype"

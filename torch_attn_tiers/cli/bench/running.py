@@ -39,7 +39,9 @@ def add_arguments(
         default=repeats,
         help=f"of every side, in turns; default {REPEATS}",
     )
-    parser.add_argument("--device", default=None)
+    parser.add_argument(
+        "--device", default=None, help=f"{environment.DEVICE_HELP}; default: a GPU if any"
+    )
     parser.add_argument("--out", default=None, metavar="FILE", help="write the results as JSON")
 
 

@@ -66,7 +66,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--repeats", type=int, default=_REPEATS, help=f"of every tier, in turns; default {_REPEATS}"
     )
-    parser.add_argument("--device", default=None)
+    parser.add_argument(
+        "--device", default=None, help=f"{environment.DEVICE_HELP}; default: a GPU if any"
+    )
     parser.set_defaults(run=run)
 
 

@@ -85,7 +85,9 @@ class Session:
             "rows": [],
         }
         if out.exists():
-            self.result["rows"] = self._rows_of(json.loads(out.read_text()))
+            self.result["rows"] = self._rows_of(_read_json("--out", out))
+        if table.exists():
+            _read_json("--table", table)  # before anything is measured: its other parts are kept
 
     @property
     def seconds(self) -> float:
@@ -96,7 +98,8 @@ class Session:
         """Measures those that are not in the file yet; returns what is then in it."""
         measured = {row["class"] for row in self.result["rows"]}
         work = [one for one in self._work(points) if str(one.problem_class) not in measured]
-        say(f"{len(work)} classes to measure, {len(measured)} are in {self.out}")
+        there = f", {len(measured)} are in {self.out}" if measured else ""
+        say(f"{len(work)} classes to measure{there}")
         if self.device.type == "cuda" and work:
             with self._counted("build ahead"):
                 self._build_ahead(work)
@@ -223,8 +226,7 @@ class Session:
         self.result["complete"] = complete
         self.result["seconds"] = round(self.seconds, 1)
         self.result["spent"] = {name: round(s, 1) for name, s in self.spent.items()}
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(_dumped(self.result))
+        _write_whole(self.out, _dumped(self.result))
         write_table(self.table, self.result)
 
 
@@ -260,8 +262,24 @@ def write_table(path: pathlib.Path, result: dict[str, Any]) -> None:
     about = {name: result[name] for name in ("command", "commit", "date")}
     about["versions"] = result["table_versions"]
     table["ops"][op] = ranking.section(orders, about)
+    _write_whole(path, json.dumps(table, indent=1) + "\n")
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file that never is seen in part, not if this is interrupted either."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table, indent=1) + "\n")
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+def _read_json(option: str, path: pathlib.Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise SystemExit(
+            f"{option} {path}: it is no JSON ({error}); remove it or name another"
+        ) from None
 
 
 def _dumped(result: dict[str, Any]) -> str:
