@@ -68,7 +68,7 @@ class Launch:
         self._launch: Callable[[int, list[int]], None] | None = None  # compiled and loaded
         #: Hashable; equal for launches that one compiled kernel serves.
         self.specialization = (
-            kernel.fn.__name__,
+            (kernel.fn.__module__, kernel.fn.__qualname__),
             tuple(pointers.values()),
             tuple(self._types.values()),
             tuple(constants.values()),

@@ -21,6 +21,7 @@ from csrc_free_ops.facts import (
     is_capturing,
     tensor_facts,
 )
+from csrc_free_ops.sizes import next_power_of_2
 
 if TYPE_CHECKING:
     from csrc_free_ops.launch import Launch
@@ -321,8 +322,8 @@ def scatter_plan(
         return None
     m, s = key.sizes[:2]
     widest = max(key.sizes[3], value.sizes[3])
-    block_d = min(_next_power_of_2(widest), _TILE_ELEMENTS)
-    rows = min(_next_power_of_2(m * s), _TILE_ELEMENTS // block_d)
+    block_d = min(next_power_of_2(widest), _TILE_ELEMENTS)
+    rows = min(next_power_of_2(m * s), _TILE_ELEMENTS // block_d)
     programs = batch * -(-m * s // rows) * -(-widest // block_d)
     integers: tuple[int, ...] = (m, s, key.sizes[2], value.sizes[2], key.sizes[3], value.sizes[3])
     integers += key.cache + key.update + value.cache + value.update
@@ -391,7 +392,3 @@ def _folded(
         cache=strides(cache_stride, cache_shape[axis]),
         update=strides(update_stride, shape[axis]),
     )
-
-
-def _next_power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()

@@ -12,6 +12,7 @@ from csrc_free_ops.decode.kernels import split_kv_kernel
 from csrc_free_ops.decode.scratch import counter_arena
 from csrc_free_ops.facts import DeviceFacts, TensorFacts
 from csrc_free_ops.launch import Launch, Pointer
+from csrc_free_ops.sizes import next_power_of_2
 
 MAX_HEAD_DIM = 256
 MAX_BATCH = 8192  # every program adds up the lengths of the whole batch
@@ -96,7 +97,7 @@ def _preferences(
 ) -> list[SplitKVConfig]:
     """Tile shapes for heads that fit ``widest`` columns, the fastest first."""
     # Full float32 products run on the plain units, from registers: 16 rows are what these hold.
-    block_m = min(max(_pow2(rows), 16), 64 if itemsize == 2 else 16)
+    block_m = min(max(next_power_of_2(rows), 16), 64 if itemsize == 2 else 16)
     keys = _KEY_ELEMENTS // widest
     light = SplitKVConfig(block_m, keys, 4, 3, 2)
     heavy = SplitKVConfig(block_m, 2 * keys, 8, 3, 1)
@@ -127,7 +128,7 @@ def _float8_preferences(
     A byte brings twice the numbers, each to be converted, so that instructions weigh more: tiles
     have twice the keys, and as many warps share a multiprocessor as registers let without spills.
     """
-    block_m = min(max(_pow2(rows), 16), 64)
+    block_m = min(max(next_power_of_2(rows), 16), 64)
     keys = 2 * _KEY_ELEMENTS // widest if widest >= 64 else 128
     light = SplitKVConfig(block_m, keys, 4, 3, 2)
     full = SplitKVConfig(block_m, keys, 4, 2, 3, max_registers=168)
@@ -171,14 +172,9 @@ def shared_memory_bound(
     return tiles + exchange + 512
 
 
-def _pow2(n: int) -> int:
-    """The smallest power of two that is at least ``n``, and at least 1."""
-    return 1 << max(0, n - 1).bit_length()
-
-
 def _block(size: int) -> int:
     """Columns of a tile of rows of ``size`` elements; matrix units take no fewer than 16."""
-    return max(_pow2(size), 16)
+    return max(next_power_of_2(size), 16)
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -227,7 +223,7 @@ def unsupported(
         parts = (
             batch * kv_heads * _cdiv(rows, config.block_m) * _cdiv(capacity, _INVARIANT_SPLIT_KEYS)
         )
-        if parts * min(_pow2(rows), config.block_m) * (_block(dv) + 2) > _INT32_MAX:
+        if parts * min(next_power_of_2(rows), config.block_m) * (_block(dv) + 2) > _INT32_MAX:
             return "batch_invariant would need more than 2^31 elements of scratch"
     return None
 
@@ -465,11 +461,11 @@ class _Merge(NamedTuple):
 
 def _merge(problem: _Problem, config: SplitKVConfig, schedule: _Schedule) -> _Merge:
     """As many parts at a time as there may be in a task, and as the registers hold."""
-    rows = min(_pow2(problem.rows), config.block_m)
+    rows = min(next_power_of_2(problem.rows), config.block_m)
     part_bytes = rows * _block(problem.value.shape[3]) * 4
     # The order of sums may not follow the capacity if batch-invariant, nor may then this choice.
     parts = 8 if problem.batch_invariant else schedule.programs // max(schedule.tasks, 1)
-    unroll = max(2, min(_pow2(parts), 8, _MERGE_BYTES // part_bytes))
+    unroll = max(2, min(next_power_of_2(parts), 8, _MERGE_BYTES // part_bytes))
     return _Merge(rows, unroll)
 
 
@@ -555,7 +551,7 @@ def _constants(
         DV=dv,
         BLOCK_D=_block(d),
         BLOCK_DV=_block(dv),
-        BLOCK_B=_pow2(problem.query.shape[0]) if schedule.balanced else 1,
+        BLOCK_B=next_power_of_2(problem.query.shape[0]) if schedule.balanced else 1,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         STAGES=config.num_stages,

@@ -8,7 +8,7 @@ from csrc_free_ops.reference.gdn import (
     gdn_recurrence,
 )
 from csrc_free_ops.reference.gdn_decode import gdn_decode, gdn_gates
-from csrc_free_ops.reference.tensor_scatter import heads_dimension, kv_scatter, tensor_scatter
+from csrc_free_ops.reference.tensor_scatter import heads_dimension, tensor_scatter
 
 __all__ = [
     "decode",
@@ -19,7 +19,6 @@ __all__ = [
     "gdn_gates",
     "gdn_recurrence",
     "heads_dimension",
-    "kv_scatter",
     "scatter_checkpoints",
     "tensor_scatter",
     "visible_keys",

@@ -60,23 +60,6 @@ def tensor_scatter(
     past_cache.scatter_(axis, slots, torch.where(inside.view(shape), update, present))
 
 
-def kv_scatter(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    write_indices: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    axis: int = -2,
-    circular: bool = False,
-) -> None:
-    """:func:`tensor_scatter` of ``key`` into ``key_cache``, of ``value`` into ``value_cache``."""
-    tensor_scatter(key_cache, key, write_indices, k_scale, axis=axis, circular=circular)
-    tensor_scatter(value_cache, value, write_indices, v_scale, axis=axis, circular=circular)
-
-
 def heads_dimension(axis: int) -> int:
     """The first dimension besides 0 and the non-negative ``axis``: heads, in a cache of rank 4."""
     return 2 if axis == 1 else 1
