@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import logging
 import os
@@ -873,3 +874,12 @@ def test_options_look_for_entry_points_once(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(importlib.metadata, "entry_points", None)
     with torch_attn_tiers.options(disable="decode:mea,decode:flash", force="decode:unfused"):
         assert _ran(*_qkv()) == "unfused"
+
+
+def test_the_first_run_of_a_plan_of_another_package_can_be_copied() -> None:
+    built = dispatch._Built(lambda *tensors: None)
+    tier = Invented("kernel").tier
+    run = dispatch._FirstRun(built, tier, explain("decode", *_qkv()).problem)
+    assert copy.copy(run).plan is run.plan
+    with pytest.raises(AttributeError, match="nothing_of_it"):
+        run.nothing_of_it  # noqa: B018

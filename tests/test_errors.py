@@ -556,7 +556,7 @@ WRITES = {
         ("k_scale", "7", "3"), (CACHE8, CACHE8, UPDATE, UPDATE, INDEX, _zeros(7)), op="kv_scatter_"
     ),
     "kv_scale_per_head_of_a_cache_without_heads": WrongWrite(
-        ("k_scale", "(3)", "rank 3"),
+        ("k_scale", "(3,)", "rank 3"),
         (CACHE8.flatten(2), CACHE8.flatten(2), UPDATE.flatten(2)[..., :8], UPDATE.flatten(2)[..., :8],
          INDEX, _zeros(3)), {"axis": 2}, op="kv_scatter_",
     ),
@@ -720,7 +720,7 @@ def test_texts_of_errors_of_the_other_tensors() -> None:
         _texts(OTHER_TENSORS),
         """\
 lengths_of_another_batch
-  ValueError: decode: nonpad_kv_seqlen has shape (3); it must be (2,), one length for each batch row
+  ValueError: decode: nonpad_kv_seqlen has shape (3,); it must be (2,), one length for each batch row
 lengths_of_rank_two
   ValueError: decode: nonpad_kv_seqlen has shape (2, 1); it must be (2,), one length for each batch row
 lengths_with_past
@@ -750,7 +750,7 @@ mask_of_rank_five
 mask_of_rank_zero
   ValueError: decode: attn_mask has shape (); its rank must be 1 to 4, aligned from the right with (2, 4, 3, 9)
 sinks_of_kv_heads
-  ValueError: decode: sinks has shape (2); it must be (4,), one for each query head
+  ValueError: decode: sinks has shape (2,); it must be (4,), one for each query head
 sinks_of_rank_two
   ValueError: decode: sinks has shape (1, 4); it must be (4,), one for each query head
 k_scale_without_float8
@@ -758,9 +758,9 @@ k_scale_without_float8
 v_scale_without_float8
   ValueError: decode: v_scale is given and key is float32; scales go with float8_e4m3fn caches only: leave it out
 k_scale_of_query_heads
-  ValueError: decode: k_scale has shape (4); it must be () or (2,), one for all or one for each KV head
+  ValueError: decode: k_scale has shape (4,); it must be () or (2,), one for all or one for each KV head
 v_scale_of_one_element
-  ValueError: decode: v_scale has shape (1); it must be () or (2,), one for all or one for each KV head
+  ValueError: decode: v_scale has shape (1,); it must be () or (2,), one for all or one for each KV head
 v_scale_of_rank_two
   ValueError: decode: v_scale has shape (2, 1); it must be () or (2,), one for all or one for each KV head
 scale_in_qk_without_float8
@@ -834,11 +834,11 @@ update_of_another_dtype
 indices_in_float
   TypeError: tensor_scatter_: write_indices is float32; it must be int32 or int64
 indices_of_another_batch
-  ValueError: tensor_scatter_: write_indices has shape (3); it must be (2,), one index for each batch row
+  ValueError: tensor_scatter_: write_indices has shape (3,); it must be (2,), one index for each batch row
 indices_of_rank_zero
   ValueError: tensor_scatter_: write_indices has shape (); it must be (2,), one index for each batch row
 cache_of_rank_one
-  ValueError: tensor_scatter_: update has shape (4) and past_cache (4); they must have one rank of at least 2
+  ValueError: tensor_scatter_: update has shape (4,) and past_cache (4,); they must have one rank of at least 2
 kv_unknown_write_mode
   ValueError: kv_scatter_: write_mode='ring'; it must be 'linear' or 'circular'
 kv_key_longer_than_its_cache
@@ -862,8 +862,14 @@ kv_scale_of_an_update_in_float8
 kv_scale_in_bfloat16
   TypeError: kv_scatter_: v_scale is bfloat16; it must be float32
 kv_scale_of_other_heads
-  ValueError: kv_scatter_: k_scale has shape (7); it must be () or (3,), one for all or one for each KV head
+  ValueError: kv_scatter_: k_scale has shape (7,); it must be () or (3,), one for all or one for each KV head
 kv_scale_per_head_of_a_cache_without_heads
-  ValueError: kv_scatter_: k_scale has shape (3) and key_cache rank 3; it must be (), one for each KV head goes with caches of rank 4: view it as one
+  ValueError: kv_scatter_: k_scale has shape (3,) and key_cache rank 3; it must be (), one for each KV head goes with caches of rank 4: view it as one
 """,
     )
+
+
+def test_scales_that_are_not_dense_are_one_clear_error() -> None:
+    scale = torch.ones(3).to_sparse()
+    with pytest.raises(TypeError, match="kv_scatter_: k_scale is a tensor of layout sparse_coo"):
+        torch.ops.attn_tiers.kv_scatter_(CACHE8, CACHE8.clone(), UPDATE, UPDATE, INDEX, scale)

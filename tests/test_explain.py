@@ -270,3 +270,40 @@ def test_log_says_once_for_each_new_problem_what_runs(caplog: pytest.LogCaptureF
         texts[0],
         """unfused runs decode float32 B=1 Hq=4 Hkv=2 Sq=1 T=9 D=56 Dv=56 on cpu (passed over xqa: the package flashinfer-python is not installed (and 4 more); cudnn: the package nvidia-cudnn-frontend is not installed (and 2 more); flash: Triton's interpreter runs on the CPU when asked for only, by tier='flash'; mea: needs an NVIDIA GPU of compute capability 8.0 or newer; order: the cascade's, no table for decode on cpu)""",
     )
+
+
+def test_a_packet_is_explained_as_the_overload_that_a_call_of_it_runs() -> None:
+    packet = torch.ops.attn_tiers.decode
+    q, kv = torch.randn(1, 2, 1, 16), torch.randn(1, 1, 4, 16)
+    for keywords in ({}, {"past_key": kv, "past_value": kv}, {"qk_matmul_output_mode": 2}):
+        with torch_attn_tiers.record_dispatch() as calls:
+            packet(q, kv, kv, **keywords)
+        for ask in (torch_attn_tiers.explain, torch_attn_tiers.prepare):
+            assert ask(packet, q, kv, kv, **keywords).problem == calls[0].problem
+    with pytest.raises(TypeError, match="decode: unknown: past_keys"):
+        torch_attn_tiers.explain(packet, q, kv, kv, past_keys=kv)
+
+
+@pytest.mark.parametrize("device", ["sm_90", 0, -1, 1.5])
+def test_a_device_that_is_none_is_refused_in_words(device: object) -> None:
+    if torch.cuda.is_available() and device == 0:
+        pytest.skip("that is a device here")
+    kv = _meta(1, 2, 4, 16)
+    with pytest.raises(ValueError, match=rf"device is {device!r}; .*DeviceFacts.of\('sm_90'\)"):
+        torch_attn_tiers.explain("decode", kv, kv, kv, device=device)
+
+
+def test_a_forced_tier_that_cannot_run_says_who_forced_it() -> None:
+    kv = torch.randn(1, 2, 4, 16)
+    with pytest.raises(torch_attn_tiers.TierNotEligibleError, match="Leave tier= out, or use"):
+        torch.ops.attn_tiers.decode(kv, kv, kv, tier="cudnn")
+    with torch_attn_tiers.options(force="decode:cudnn"):
+        match = r"Take it out of ATTN_TIERS_FORCE or options\(force=\), and leave tier= out"
+        with pytest.raises(torch_attn_tiers.TierNotEligibleError, match=match):
+            torch.ops.attn_tiers.decode(kv, kv, kv)
+
+
+def test_no_query_row_is_not_several() -> None:
+    asked = dataclasses.replace(PLAIN, Sq=0)
+    xqa = asked.explain(DEVICES["sm_90"]).verdicts[0]
+    assert "there is no query row (Sq=0), it takes one" in xqa.reasons

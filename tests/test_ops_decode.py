@@ -432,3 +432,9 @@ def test_vmap_over_nothing() -> None:
     assert output.dtype is query.dtype and output.device == query.device
     twice = torch.vmap(torch.vmap(lambda query: decode(query, key, key)))(queries[None])
     assert twice.shape == (1, 0, *query.shape)
+
+
+def test_functionalize_is_refused_without_a_word_of_batches() -> None:
+    query, key = _transform_inputs()
+    with pytest.raises(NotImplementedError, match=r"\(Functionalize\): call it outside$"):
+        torch.func.functionalize(lambda query: torch.ops.attn_tiers.decode(query, key, key))(query)

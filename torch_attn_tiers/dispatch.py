@@ -507,6 +507,8 @@ class _FirstRun:
         self.built, self.plan, self.tier, self.problem = built, built.plan, tier, problem
 
     def __getattr__(self, name: str) -> Any:
+        if name == "plan":  # of an instance that is being copied, and has none yet
+            raise AttributeError(name)
         return getattr(self.plan, name)  # an operator may ask a plan for more than to run
 
     def __call__(self, *tensors: Tensor | None) -> Any:
@@ -540,7 +542,10 @@ def _not_eligible_message(problem: Problem, verdicts: dict[Tier, tuple[str, ...]
     lines += [f"  {tier.name}: {reason}" for tier, reasons in shown.items() for reason in reasons]
     others = [tier.name for tier, reasons in verdicts.items() if not reasons]
     if others:
-        lines.append(f"Leave tier= out, or use one that can: {', '.join(others)}.")
+        leave = "Leave tier= out"
+        if problem.requested is not None and current().forced(problem.op) == problem.requested:
+            leave = "Take it out of ATTN_TIERS_FORCE or options(force=), and leave tier= out"
+        lines.append(f"{leave}, or use one that can: {', '.join(others)}.")
     lines.append(f"Problem: {problem.describe()}")
     return "\n".join(lines)
 
@@ -556,7 +561,7 @@ def _say(decision: Decision) -> None:
     One reason for each tier is enough for a line; `explain` and records have them all.
     """
     built = decision.built
-    if built.warned if decision.cold else built.said or not log.isEnabledFor(logging.INFO):
+    if built.warned if decision.cold else (built.said or not log.isEnabledFor(logging.INFO)):
         return
     passed_over = "; ".join(f"{n}: {_first_of(r)}" for n, r in decision.passed_over.items())
     because = f"passed over {passed_over}; " if passed_over else ""
@@ -577,7 +582,8 @@ def explain(op: Any, *args: Any, device: Any = None, **kwargs: Any) -> Explanati
     """Every tier's verdict on a call, which is not run.
 
     Args:
-        op: the operator, as ``"decode"``, ``"decode.present"`` or ``torch.ops.attn_tiers.decode``.
+        op: the operator, as ``"decode"``, ``"decode.present"`` or ``torch.ops.attn_tiers.decode``
+            (of this the first overload that takes the arguments, as in a call).
             Of a cache write the verdicts are those of its kernel and of its reference.
         args, kwargs: the operator's own arguments. Meta tensors will do, with ``device=``.
         device: what to explain for in place of the tensors' device: a device that is here, or
@@ -662,10 +668,33 @@ def _problem(
         raise ValueError(f"op is {op!s}; it must be one of {', '.join(_calls)}")
     facts = device
     if device is not None and not isinstance(device, DeviceFacts):
-        facts = device_facts(device)
+        facts = _facts_of(device)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        name = _overload_of(op, name, args, kwargs)
     tensors, scalars = bind(name, args, kwargs)
     call = _calls[name]
     return call, call.problem_of(*tensors, facts=facts, **scalars)
+
+
+def _overload_of(packet: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The overload that a call of the packet is: the first that takes the arguments."""
+    for overload in packet.overloads():
+        candidate = name if overload == "default" else f"{name}.{overload}"
+        if candidate in _calls:
+            with contextlib.suppress(TypeError):
+                bind(candidate, args, kwargs)
+                return candidate
+    return name
+
+
+def _facts_of(device: Any) -> DeviceFacts:
+    try:
+        return device_facts(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"device is {device!r}; it must be a device that is here, as 'cpu' or 'cuda:0', or "
+            "the facts of one, as DeviceFacts.of('sm_90')"
+        ) from error
 
 
 def facts_for(tensor: Tensor, facts: DeviceFacts | None) -> DeviceFacts:
@@ -680,6 +709,8 @@ def facts_for(tensor: Tensor, facts: DeviceFacts | None) -> DeviceFacts:
 @contextlib.contextmanager
 def record_dispatch() -> Iterator[list[DispatchRecord]]:
     """Collect what runs within a ``with`` block, in all threads, call by call.
+
+    Of operators with tiers; cache writes have none, and are not recorded.
 
     Example:
         >>> import torch, torch_attn_tiers

@@ -90,9 +90,9 @@ def require_scale(op: str, name: str, scale: Tensor, heads: int | torch.SymInt) 
 
 
 def shape_of(tensor: Tensor | Sequence[object]) -> str:
-    """The shape as in ``(2, 3)``, whether its sizes are numbers or symbols."""
+    """The shape as in ``(2, 3)`` or ``(2,)``, whether its sizes are numbers or symbols."""
     sizes = tensor.shape if isinstance(tensor, Tensor) else tensor
-    return f"({', '.join(map(str, sizes))})"
+    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
 def layout(tensor: Tensor | None) -> tuple[Any, ...] | None:

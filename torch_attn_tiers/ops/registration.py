@@ -112,9 +112,10 @@ def _transformed(name: str, mutates: Sequence[str]) -> Callable[..., Any]:
                 Tensor, lambda t: _functorch._wrap_for_grad(t, level), result
             )
         if kind != "Vmap" or mutates:
+            hint = ", it takes a batch itself" if kind == "Vmap" else ""
             raise NotImplementedError(
                 f"attn_tiers::{qualified} is not supported within this torch.func transform "
-                f"({kind}): call it outside, it takes a batch itself"
+                f"({kind}): call it outside{hint}"
             )
         args, dims = unwrap_batched(args, level)
         results = []

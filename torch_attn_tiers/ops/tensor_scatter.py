@@ -481,7 +481,8 @@ def _kv_scatter(
         flat = (key_cache.device, *map(layout, tensors), axis, write_mode)
     except (AttributeError, RuntimeError):  # a tensor without what a key is made of
         named = dict(key_cache=key_cache, value_cache=value_cache, key=key, value=value)
-        require_dense("kv_scatter_", named, **named, write_indices=write_indices)
+        optional = dict(write_indices=write_indices, k_scale=k_scale, v_scale=v_scale)
+        require_dense("kv_scatter_", named, **named, **optional)
         raise
     write = _writes.get(flat)
     if write is None or current().check:

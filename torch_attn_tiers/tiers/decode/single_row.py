@@ -26,6 +26,8 @@ def cache_dtype(problem: DecodeProblem) -> str | None:
 def rows(problem: DecodeProblem) -> str | None:
     if problem.Sq == 1:
         return None
+    if problem.Sq == 0:
+        return "there is no query row (Sq=0), it takes one"
     return f"several query rows (Sq={problem.Sq}) are not verified, it takes one"
 
 
