@@ -202,12 +202,12 @@ WRONG = {
     "h_of_other_heads": Wrong(("h", "(4, 2, 8, 12)"), {"h": _Z(R, HV + 1, K, V)}),
     "h_with_the_other_axis_first": Wrong(("h", "like those of the pool"), {"h": _Z(R, HV, V, K)}),
     "dst_of_rank_two": Wrong(("dst", "[N]"), {"dst": _Z(N, 1).long()}),
-    "h_src_of_other_sequences": Wrong(("h_src", "(3)"), {"h_src": _Z(4).int()}),
-    "track_mask_of_other_sequences": Wrong(("track_mask", "(3)"), {"track_mask": _Z(4).bool()}),
+    "h_src_of_other_sequences": Wrong(("h_src", "(3,)"), {"h_src": _Z(4).int()}),
+    "track_mask_of_other_sequences": Wrong(("track_mask", "(3,)"), {"track_mask": _Z(4).bool()}),
     "final_state_of_other_sequences": Wrong(
         ("final_state", "(3, 2, 8, 12)"), {"final_state": _Z(4, HV, K, V)}
     ),
-    "final_mask_of_other_sequences": Wrong(("final_mask", "(3)"), {"final_mask": _Z(4).bool()}),
+    "final_mask_of_other_sequences": Wrong(("final_mask", "(3,)"), {"final_mask": _Z(4).bool()}),
     "final_state_alone": Wrong(
         ("final_state is given and final_mask is None",), {"final_mask": None}
     ),

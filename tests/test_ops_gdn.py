@@ -310,7 +310,7 @@ WRONG = {
         ("cu_seqlens", "[1,T,..]"),
         {n: torch.cat([GOOD[n]] * 2) for n in ("q", "k", "v", "g", "beta")},
     ),
-    "cu_seqlens_without_an_entry": Wrong(("cu_seqlens", "(0)"), {"cu_seqlens": BOUNDS[:0]}),
+    "cu_seqlens_without_an_entry": Wrong(("cu_seqlens", "(0,)"), {"cu_seqlens": BOUNDS[:0]}),
     "cu_seqlens_of_rank_two": Wrong(("cu_seqlens", "[N+1]"), {"cu_seqlens": BOUNDS[None]}),
     "cu_seqlens_in_float": Wrong(
         ("cu_seqlens", "float32"), {"cu_seqlens": BOUNDS.float()}, error=TypeError

@@ -303,7 +303,7 @@ WRONG = {
     ),
     "write_indices_alone": Wrong(("read_indices is None",), {"read_indices": None}),
     "read_indices_of_two_dimensions": Wrong(("read_indices", "[B]"), {"read_indices": EACH}),
-    "read_indices_of_other_rows": Wrong(("read_indices", "(3)"), {"read_indices": _Z(4).int()}),
+    "read_indices_of_other_rows": Wrong(("read_indices", "(3,)"), {"read_indices": _Z(4).int()}),
     "read_indices_in_float": Wrong(
         ("read_indices", "float32"), {"read_indices": _Z(B)}, error=TypeError
     ),

@@ -204,7 +204,7 @@ WRONG = {
         ("pool", "stride 0"), {"pool": _Z(1, HV, K, V).expand(P, HV, K, V)}
     ),
     "read_indices_of_other_sequences": Wrong(
-        ("read_indices", "(4)", "(3)"), {"read_indices": _Z(4).int()}
+        ("read_indices", "(4,)", "(3,)"), {"read_indices": _Z(4).int()}
     ),
     "read_indices_in_float": Wrong(
         ("read_indices", "float32"), {"read_indices": _Z(N)}, error=TypeError
@@ -222,10 +222,10 @@ WRONG = {
         ("track_indices is given and track_lens is None",), {"track_lens": None}
     ),
     "track_indices_of_other_sequences": Wrong(
-        ("track_indices", "(3)"), {"track_indices": _Z(1).int()}
+        ("track_indices", "(3,)"), {"track_indices": _Z(1).int()}
     ),
     "cu_seqlens_of_other_sequences": Wrong(
-        ("read_indices", "(3)", "(2)"), {"cu_seqlens": BOUNDS[1:]}
+        ("read_indices", "(3,)", "(2,)"), {"cu_seqlens": BOUNDS[1:]}
     ),
     "tensors_on_two_devices": Wrong(("pool is on meta",), {"pool": GOOD["pool"].to("meta")}),
     "scale_not_finite": Wrong(("scale", "finite"), {}, {"scale": float("inf")}),
