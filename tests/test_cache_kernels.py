@@ -7,10 +7,11 @@ import itertools
 import pytest
 import torch
 
-from csrc_free_ops.cache import kv_scatter, launch, tensor_scatter
+from csrc_free_ops.cache import launch
 from csrc_free_ops.cache.launch import scatter_plan
 from csrc_free_ops.facts import DeviceFacts, tensor_facts
 from csrc_free_ops.launch import Launch
+from tests.cache_writes import kv_scatter, tensor_scatter
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INDICES = (-9, -1, 0, 3, 6, 7, 100, 2**31 - 1)
@@ -140,24 +141,6 @@ def test_a_decode_step_is_one_small_launch_in_both_layouts() -> None:
         plan = scatter_plan((layout, layout), 1, -2, False)
         assert plan is not None and plan.grid == (batch,)
         assert plan.rows * plan.block_d == heads * head_dim
-
-
-def test_cold_in_a_capture_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, key = normal(2, 3, 7, 24), normal(2, 3, 2, 24)
-    monkeypatch.setattr(launch, "is_capturing", lambda device: True)
-    monkeypatch.setattr(launch.ScatterWrite, "is_compiled", lambda self: False)
-    monkeypatch.setattr(launch.ScatterWrite, "run", None)
-    with pytest.raises(RuntimeError, match="write once with these shapes before the capture"):
-        kv_scatter(keys, keys.clone(), key, key)
-
-
-def test_warm_in_a_capture_launches_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, update = normal(2, 3, 7, 56), normal(2, 3, 2, 56)
-    tensor_scatter(cache, update)
-    monkeypatch.setattr(launch, "is_capturing", lambda device: True)
-    update += 1
-    tensor_scatter(cache, update)
-    assert torch.equal(cache[:, :, :2], update)
 
 
 def _plan(length: int, dim: int = 64, device: str = "cuda", stride: int = 1) -> launch.ScatterWrite:

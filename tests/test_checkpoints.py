@@ -147,7 +147,7 @@ def test_wrong_lengths_are_errors() -> None:
     good = torch.tensor([5, 9])
     with pytest.raises(TypeError, match="prefix_lens is float32; it must be int32 or int64"):
         CheckpointMetadata.build(good, good.float(), 64, good)
-    with pytest.raises(ValueError, match=r"track_slots has shape \(1\); it must be \(2\)"):
+    with pytest.raises(ValueError, match=r"track_slots has shape \(1,\); it must be \(2,\)"):
         CheckpointMetadata.build(good, good, 64, good[:1])
     with pytest.raises(ValueError, match=r"seq_lens has shape \(1, 2\)"):
         CheckpointMetadata.build(good[None], good, 64, good)

@@ -1,9 +1,8 @@
-"""Writes into preallocated caches: `tensor_scatter` into one, `kv_scatter` into K and V at once.
+"""Writes into preallocated caches, planned by `plan_scatter`: into one, or into K and V at once.
 
-`plan_scatter` works a write out ahead of time. Importing this needs torch only; Triton is imported
-by the first plan.
+Importing this needs torch only; Triton is imported by the first plan.
 """
 
-from csrc_free_ops.cache.launch import ScatterWrite, kv_scatter, plan_scatter, tensor_scatter
+from csrc_free_ops.cache.launch import ScatterWrite, plan_scatter
 
-__all__ = ["ScatterWrite", "kv_scatter", "plan_scatter", "tensor_scatter"]
+__all__ = ["ScatterWrite", "plan_scatter"]

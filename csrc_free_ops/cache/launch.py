@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from csrc_free_ops.facts import (
-    DeviceFacts,
-    TensorFacts,
-    device_facts,
-    is_capturing,
-    tensor_facts,
-)
+from csrc_free_ops.facts import DeviceFacts, TensorFacts
 from csrc_free_ops.sizes import next_power_of_2
 
 if TYPE_CHECKING:
@@ -115,79 +109,6 @@ def _copyable(tensor: Tensor) -> Tensor:
 
 def _copied_as(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in _COPIED else _INTEGER_OF_SIZE[dtype.itemsize]
-
-
-def tensor_scatter(
-    past_cache: Tensor,
-    update: Tensor,
-    write_indices: Tensor | None = None,
-    *,
-    axis: int = -2,
-    circular: bool = False,
-) -> None:
-    """Writes `past_cache[b, ..., w[b] + s, ...] = update[b, ..., s, ...]` in place, in one launch.
-
-    Args:
-        past_cache: `[B, ..., T, ...]`, any strides, an element size of 1, 2, 4 or 8 bytes.
-        update: the cache's dtype and shape, but S <= T along `axis`; any strides.
-        write_indices: `[B]` int32 or int64 on the same device; None writes from position 0.
-        axis: the dimension that is written, any but 0.
-        circular: wraps positions modulo T. Otherwise a position past the cache is dropped, and a
-            negative index drops its row.
-
-    Shapes and dtypes are taken to be right: the operator checks them.
-
-    Raises:
-        RuntimeError: a CUDA graph is being captured and the kernel has not been loaded.
-    """
-    _write((past_cache,), (update,), write_indices, axis, circular)
-
-
-def kv_scatter(
-    key_cache: Tensor,
-    value_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    write_indices: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    *,
-    axis: int = -2,
-    circular: bool = False,
-) -> None:
-    """Writes both caches as `tensor_scatter` does, in one launch; D and Dv may differ.
-
-    A float8_e4m3fn cache takes an update of another dtype too: divided by its scale, a float32
-    `[]`, or `[Hkv]` if the cache has rank 4 (heads are its first dimension besides 0 and `axis`),
-    rounded to nearest and saturated at 448.
-    """
-    scales = (k_scale, v_scale)
-    _write((key_cache, value_cache), (key, value), write_indices, axis, circular, scales)
-
-
-def _write(
-    caches: tuple[Tensor, ...],
-    updates: tuple[Tensor, ...],
-    write_indices: Tensor | None,
-    axis: int,
-    circular: bool,
-    scales: tuple[Tensor | None, ...] = (None, None),
-) -> None:
-    write = plan_scatter(
-        tuple(map(tensor_facts, caches)),
-        tuple(map(tensor_facts, updates)),
-        None if write_indices is None else tensor_facts(write_indices),
-        device_facts(caches[0].device),
-        axis=axis,
-        circular=circular,
-        scales=tuple(None if scale is None else tensor_facts(scale) for scale in scales),
-    )
-    if not write.is_compiled() and is_capturing(write.device):
-        raise RuntimeError(
-            "a CUDA graph is being captured and the kernel of this cache write is not loaded: "
-            "write once with these shapes before the capture"
-        )
-    write.run(caches, updates, write_indices, scales)
 
 
 @functools.lru_cache(maxsize=512)

@@ -27,7 +27,7 @@ def _reference(cache, update, indices, *, axis, write_mode):  # type: ignore[no-
 
 
 def _triton(cache, update, indices, *, axis, write_mode):  # type: ignore[no-untyped-def]
-    from csrc_free_ops.cache import tensor_scatter
+    from tests.cache_writes import tensor_scatter
 
     tensor_scatter(cache, update, indices, axis=axis, circular=write_mode == "circular")
 
@@ -207,7 +207,7 @@ def _kv_operator(caches, updates, indices, axis, write_mode):  # type: ignore[no
 
 
 def _kv_triton(caches, updates, indices, axis, write_mode):  # type: ignore[no-untyped-def]
-    from csrc_free_ops.cache import kv_scatter
+    from tests.cache_writes import kv_scatter
 
     kv_scatter(*caches, *updates, indices, axis=axis, circular=write_mode == "circular")
 
@@ -281,14 +281,14 @@ def _quantise_operator(caches, updates, indices, scales, axis, write_mode):  # t
 
 
 def _quantise_reference(caches, updates, indices, scales, axis, write_mode):  # type: ignore[no-untyped-def]
-    from csrc_free_ops.reference import kv_scatter
+    from tests.cache_writes import reference_kv_scatter as kv_scatter
 
     circular = write_mode == "circular"
     kv_scatter(*caches, *updates, indices, *scales, axis=axis, circular=circular)
 
 
 def _quantise_triton(caches, updates, indices, scales, axis, write_mode):  # type: ignore[no-untyped-def]
-    from csrc_free_ops.cache import kv_scatter
+    from tests.cache_writes import kv_scatter
 
     circular = write_mode == "circular"
     kv_scatter(*caches, *updates, indices, *scales, axis=axis, circular=circular)
