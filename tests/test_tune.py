@@ -636,3 +636,18 @@ def test_committed_table_is_that_of_the_committed_result(
     session.write_table(tmp_path / "table.json", result)
     written = json.loads((tmp_path / "table.json").read_text())["ops"][result["op"]]
     assert json.loads(committed.read_text())["ops"][result["op"]] == written
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "new" / "table.json"
+    session._write_whole(file, "first")
+    monkeypatch.setattr(session.os, "replace", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        session._write_whole(file, "second")
+    assert file.read_text() == "first"
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
