@@ -13,6 +13,7 @@ from torch import Tensor
 
 from csrc_free_ops.facts import DeviceFacts, TensorFacts
 from csrc_free_ops.launch import Launch, LaunchPlan
+from csrc_free_ops.sizes import next_power_of_2
 
 # 64 x 64 elements: whichever axis is dense, a warp moves runs of 64.
 _TILE = 64
@@ -137,7 +138,7 @@ def _programs(pool: TensorFacts) -> int:
 
 def _block(size: int) -> int:
     """The least power of two that holds the axis, or the width of a tile."""
-    return min(_TILE, 1 << max(0, size - 1).bit_length())
+    return min(_TILE, next_power_of_2(size))
 
 
 def _strides(name: str, dims: str, facts: TensorFacts) -> dict[str, int]:

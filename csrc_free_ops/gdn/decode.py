@@ -11,6 +11,7 @@ from csrc_free_ops.facts import DeviceFacts, TensorFacts
 from csrc_free_ops.gdn.gates import gates_kernel
 from csrc_free_ops.gdn.recurrent import recurrent_kernel
 from csrc_free_ops.launch import Launch, LaunchPlan
+from csrc_free_ops.sizes import next_power_of_2
 
 _GATES_BLOCK = 256
 
@@ -33,8 +34,8 @@ def default_config(q: TensorFacts, state: TensorFacts) -> RecurrentConfig:
     Sq, K, V = q.shape[1], q.shape[3], state.shape[2]
     num_warps = 4 if K <= 128 else 8
     if state.stride[3] != 1 and state.stride[2] == 1:  # K-first memory: threads run along V
-        return RecurrentConfig(min(_pow2(V), 64), 2, num_warps)
-    return RecurrentConfig(min(_pow2(V), 32), 8, num_warps, 1 if Sq == 1 else 2)
+        return RecurrentConfig(min(next_power_of_2(V), 64), 2, num_warps)
+    return RecurrentConfig(min(next_power_of_2(V), 32), 8, num_warps, 1 if Sq == 1 else 2)
 
 
 def unsupported(q: TensorFacts, v: TensorFacts, state: TensorFacts) -> str | None:
@@ -79,7 +80,7 @@ def plan_gdn_decode(
     is_dense = (
         state.stride[2:] == (K, 1) and V % config.bv == 0 and K * state.dtype.itemsize % 128 == 0
     )
-    ki = min(_pow2(K), config.lanes * 16 // state.dtype.itemsize)
+    ki = min(next_power_of_2(K), config.lanes * 16 // state.dtype.itemsize)
 
     tensors = dict(
         q=q, k=k, v=v, g=g, beta=beta, A_log=A_log or g, dt_bias=dt_bias or g, state=state,
@@ -108,8 +109,9 @@ def plan_gdn_decode(
         ),
         constants=dict(
             S_V=state.stride[2], S_K=state.stride[3], N_V=new_state.stride[2],
-            N_K=new_state.stride[3], HV=Hv, GROUP=Hv // Hq, K=K, V=V, SQ=Sq, BLOCK_S=_pow2(Sq),
-            KO=_pow2(K) // ki, BV=config.bv, KI=ki, RAW=A_log is not None, L2NORM=qk_l2norm,
+            N_K=new_state.stride[3], HV=Hv, GROUP=Hv // Hq, K=K, V=V, SQ=Sq,
+            BLOCK_S=next_power_of_2(Sq), KO=next_power_of_2(K) // ki, KI=ki, BV=config.bv,
+            RAW=A_log is not None, L2NORM=qk_l2norm,
             HAS_INDICES=has_indices, WRITE_EACH=write_each, UNROLL=config.unroll,
             LOAD_POLICY=config.load_policy, STORE_POLICY=config.store_policy,
             PREFETCH=config.prefetch and device.has_pdl and is_dense and not has_indices,
@@ -202,10 +204,6 @@ class GdnGatesPlan(LaunchPlan):
         """Writes g and beta, float32 ``[tokens,Hv]``, contiguous."""
         if self.launch.grid[0]:
             self.launch(self.device.index, a, b, A_log, dt_bias, g, beta)
-
-
-def _pow2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 def _strides(name: str, dims: str, facts: TensorFacts) -> dict[str, int]:

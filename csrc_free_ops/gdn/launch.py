@@ -16,6 +16,7 @@ from csrc_free_ops.gdn.prepare import prepare_kernel
 from csrc_free_ops.gdn.scan import scan_kernel
 from csrc_free_ops.gdn.segments import chain_kernel, segment_kernel
 from csrc_free_ops.launch import Launch, compile_together
+from csrc_free_ops.sizes import next_power_of_2
 
 C = 64  # tokens of a chunk
 _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
@@ -497,7 +498,7 @@ class GdnPlan:
 
 def _pow2(n: int) -> int:
     """The least power of two from n on that a matrix product can have, 16 or more."""
-    return max(16, 1 << max(0, n - 1).bit_length())
+    return max(16, next_power_of_2(n))
 
 
 def _strides(name: str, facts: TensorFacts) -> dict[str, int]:
