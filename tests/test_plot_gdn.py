@@ -56,7 +56,7 @@ def test_lines_are_those_of_one_sequence_without_checkpoints(plot: ModuleType) -
 
 
 def test_picture_is_the_same_for_the_same_result(plot: ModuleType, tmp_path: pathlib.Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the extra docs is not installed")
     pictures = [tmp_path / "one.svg", tmp_path / "two.svg"]
     for picture in pictures:
         plot.draw(RESULT, picture)
@@ -67,6 +67,6 @@ def test_picture_is_the_same_for_the_same_result(plot: ModuleType, tmp_path: pat
 def test_result_without_single_sequences_is_refused(
     plot: ModuleType, tmp_path: pathlib.Path
 ) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="the extra docs is not installed")
     with pytest.raises(SystemExit, match="no case of one sequence"):
         plot.draw({**RESULT, "cases": [_row([5, 6], 7.0)]}, tmp_path / "none.svg")

@@ -27,6 +27,7 @@ import torch
 
 from csrc_free_ops import KERNEL_REVISIONS
 from csrc_free_ops.facts import DeviceFacts
+from csrc_free_ops.sizes import next_power_of_2
 from torch_attn_tiers.problem import (
     DecodeProblem,
     GdnProblem,
@@ -109,9 +110,9 @@ def _read_decode(problem: DecodeProblem) -> tuple[tuple[int | str, ...], tuple[i
     kind = (
         _dtype_name(problem.query.dtype),
         _dtype_name(problem.key.dtype),
-        _ceiling(Hq // Hkv),
-        _ceiling(D) if D > 64 else 64,
-        _ceiling(Dv) if Dv > 64 else 64,
+        next_power_of_2(Hq // Hkv),
+        next_power_of_2(D) if D > 64 else 64,
+        next_power_of_2(Dv) if Dv > 64 else 64,
         "yes" if has_window else "no",
         1 if Sq == 1 else "2-16" if Sq <= 16 else "17-",
     )
@@ -122,8 +123,8 @@ def _read_gdn(problem: GdnProblem) -> tuple[tuple[int | str, ...], tuple[int, ..
     """Kernels work on rows of their own and carry a state along each: how many, and how long."""
     kind = (
         _dtype_name(problem.q.dtype),
-        _ceiling(problem.K),
-        _ceiling(problem.V),
+        next_power_of_2(problem.K),
+        next_power_of_2(problem.V),
         "pool" if problem.pool is not None else problem.h_layout or "no",
         "yes" if problem.batch_invariant else "no",
     )
@@ -212,11 +213,6 @@ _dtype_name = functools.cache(dtype_name)
 def _octave(size: int) -> int:
     """Exponent of the power of two nearest to a size, by their ratio: 2 for 3 to 5."""
     return (size * size).bit_length() // 2
-
-
-def _ceiling(size: int) -> int:
-    """The smallest power of two that is not smaller."""
-    return 1 << (size - 1).bit_length()
 
 
 def _in_words(names: Iterable[str], values: Iterable[Any]) -> str:

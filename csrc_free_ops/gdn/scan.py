@@ -19,7 +19,13 @@ import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds, wait_for_earlier_kernels
 from csrc_free_ops.gdn.prepare import load_rows, offsets
-from csrc_free_ops.gdn.tiles import load_keys, load_state, store_state, update_state
+from csrc_free_ops.gdn.tiles import (
+    load_given_state,
+    load_keys,
+    load_state,
+    store_state,
+    update_state,
+)
 
 
 @triton.jit
@@ -121,15 +127,10 @@ def scan_kernel(
         given = initial_state + (part * HV + v_head) * ((V + K) * K)
         S0, S1, S2, S3 = load_state(given, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK)
     elif HAS_STATE:
-        place = i
-        known = True
-        if HAS_POOL:
-            place = tl.load(read_indices + i).to(tl.int64)
-            known = (place >= 0) & (place < places)
-        given = initial_state + place * s_stride_n + v_head * s_stride_h
-        S0, S1, S2, S3 = load_state(
-            given, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, known, V, K, BK, NK
-        )
+        S0, S1, S2, S3 = load_given_state(
+            initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, s_stride_n,
+            s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL,
+        )  # fmt: skip
     last = final_state
     kept = final_state
     last_wanted = True

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds, wait_for_earlier_kernels
 from csrc_free_ops.gdn.prepare import offsets
-from csrc_free_ops.gdn.tiles import load_keys, load_state, store_state, update_state
+from csrc_free_ops.gdn.tiles import load_given_state, load_keys, store_state, update_state
 
 
 @triton.jit
@@ -73,15 +73,10 @@ def segment_kernel(
     S3 = S0
     if is_first:
         if HAS_STATE:
-            place = i
-            known = True
-            if HAS_POOL:
-                place = tl.load(read_indices + i).to(tl.int64)
-                known = (place >= 0) & (place < places)
-            given = initial_state + place * s_stride_n + v_head * s_stride_h
-            S0, S1, S2, S3 = load_state(
-                given, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, known, V, K, BK, NK
-            )
+            S0, S1, S2, S3 = load_given_state(
+                initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, s_stride_n,
+                s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL,
+            )  # fmt: skip
         store_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, False)
     if is_last:
         return

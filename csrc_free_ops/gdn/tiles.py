@@ -36,6 +36,23 @@ def load_state(
 
 
 @triton.jit
+def load_given_state(
+    initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, stride_n, stride_h,
+    stride_v, stride_k, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr,
+    HAS_POOL: tl.constexpr,
+):  # fmt: skip
+    """The rows vd of what sequence i begins with: its own state, or the one of the pool it names,
+    zero if there is none such."""
+    place = i
+    known = True
+    if HAS_POOL:
+        place = tl.load(read_indices + i).to(tl.int64)
+        known = (place >= 0) & (place < places)
+    given = initial_state + place * stride_n + v_head * stride_h
+    return load_state(given, S0, S1, S2, S3, vd, stride_v, stride_k, known, V, K, BK, NK)
+
+
+@triton.jit
 def _store_tile(
     state, S, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip

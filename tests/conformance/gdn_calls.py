@@ -97,7 +97,10 @@ class GdnCall:
         """Runs the call and compares every result with the oracle."""
         with poisoned_memory():
             result = self.run(tier)
-        expected = self.expected()
+        self.compare(result, self.expected())
+
+    def compare(self, result: tuple[torch.Tensor, ...], expected: gdn_oracle.GdnResult) -> None:
+        """Compares what a run of the call returned with what it had to."""
         q, v = self.tensors["q"], self.tensors["v"]
         assert q is not None and v is not None
         out, final_state = result[:2]

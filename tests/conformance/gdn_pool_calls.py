@@ -133,15 +133,18 @@ class PoolCall:
         call = self.with_(pool=copy_with_storage(self.pool))
         with poisoned_memory():
             out = call.run(tier)
-        expected = self.expected()
+        call.compare(out, self.expected(), before=self.pool)
+
+    def compare(self, out: torch.Tensor, expected: Expected, before: torch.Tensor) -> None:
+        """Compares what a run of the call returned and wrote with what it had to."""
         q, v = self.tensors["q"], self.tensors["v"]
         assert q is not None and v is not None
         assert out.dtype is q.dtype and out.shape == v.shape and out.is_contiguous()
         assert_gdn_close(out, expected.out, inputs=q.dtype, what="out")
         for place, wanted in expected.written.items():
-            got = self.k_first(call.pool[place])
+            got = self.k_first(self.pool[place])
             assert_gdn_close(got, wanted, inputs=q.dtype, what=f"state {place}")
-        assert_only_written(self.pool, call.pool, expected.written)
+        assert_only_written(before, self.pool, expected.written)
 
 
 def check_or_skip(call: PoolCall, tier: str, must_run: frozenset[str] = frozenset()) -> None:

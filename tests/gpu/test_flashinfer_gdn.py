@@ -20,6 +20,7 @@ from tests.conformance.calls import Maker, same_bits
 from tests.conformance.gdn_calls import CHUNK, GdnCall, check_or_skip, prompts
 from tests.gdn_library_cases import CASES, state_layouts
 from tests.gpu.capturing import capture
+from tests.gpu.gdn_graphs import check_replays, ready
 from tests.tolerances import assert_gdn_close
 from torch_attn_tiers import ColdCaptureError
 from torch_attn_tiers.tiers.gdn import flashinfer
@@ -52,12 +53,6 @@ def _piece(call: GdnCall, first: int, end: int, state: torch.Tensor | None) -> G
     """Tokens `first` to `end` as one sequence without `cu_seqlens`."""
     cut = {n: call.tensors[n][:, first:end] for n in ("q", "k", "v", "g", "beta")}  # type: ignore[index]
     return call.with_(**cut, initial_state=state, cu_seqlens=None)
-
-
-def _ready(call: GdnCall, tier: str, must_run: Must) -> None:
-    """Skips what the tier does not take; else compiles it, so that the call can be captured."""
-    call.require(tier, must_run)
-    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars, tier=tier)
 
 
 def _same(result: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> bool:
@@ -244,30 +239,8 @@ def test_replays_follow_lengths_that_change(
     call = _prompts(
         m, [70, 200, 30], heads, T=320, qk_l2norm=True, batch_invariant=batch_invariant
     ).with_(overload)
-    _ready(call, tier, must_run)
-    graph, result = capture(lambda: call.run(tier))
-    bounds = call.tensors["cu_seqlens"]
-    assert bounds is not None
-    for values in (
-        [0, 320, 320, 320],
-        [0, 0, 64, 64],
-        [0, 1, 2, 3],
-        [0, 0, 0, 0],
-        [0, 64, 129, 320],
-    ):
-        bounds.copy_(m.integers(values))
-        for tensor in result:
-            if tensor.is_floating_point():
-                tensor.fill_(math.nan)
-        graph.replay()
-        expected = call.expected()
-        assert_gdn_close(result[0], expected.out, inputs=torch.float16, what="out")
-        assert_gdn_close(result[1], expected.final_state, inputs=torch.float16, what="state")
-        if overload == "h_compact":
-            rows = len(expected.compact)
-            assert_gdn_close(result[2][:rows], expected.compact, inputs=torch.float16, what="h")
-            assert bool(result[2][rows:].isnan().all()), "a row past the last chunk was written"
-            assert result[3].tolist() == expected.starts
+    ready(call, tier, must_run)
+    check_replays(call, tier, m)
 
 
 @the_tier
@@ -278,7 +251,7 @@ def test_eager_calls_on_two_streams(
     """They share the library's scratch, and wait for each other."""
     calls = [_prompts(maker(torch.float16, seed=i), [1500, 5, 700], heads) for i in range(2)]
     for call in calls:
-        _ready(call, tier, must_run)
+        ready(call, tier, must_run)
     wanted = [call.run(tier) for call in calls]
     streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()
@@ -300,7 +273,7 @@ def test_graphs_one_after_the_other_between_eager_calls(
     """Replays on one device must not overlap: here each waits for the one before."""
     calls = [_prompts(maker(torch.float16, seed=i), [300, 5, 700], heads) for i in range(3)]
     for call in calls:
-        _ready(call, tier, must_run)
+        ready(call, tier, must_run)
     wanted = [call.run(tier) for call in calls]
     graphs = [capture(lambda call=call: call.run(tier)) for call in calls[:2]]
     streams = [torch.cuda.Stream() for _ in graphs]
@@ -324,7 +297,7 @@ def test_cold_capture_names_the_call_to_make(tier: str, maker: Make, must_run: M
     flashinfer.VARIANTS.forget()
     with pytest.raises(ColdCaptureError, match="prepare"):
         capture(lambda: call.run(tier))
-    _ready(call, tier, must_run)
+    ready(call, tier, must_run)
     graph, _ = capture(lambda: call.run(tier))
     graph.replay()
     torch.cuda.synchronize()
@@ -341,7 +314,7 @@ def test_scratch_does_not_grow_in_a_capture(tier: str, maker: Make, must_run: Mu
         pytest.skip("the library keeps its scratch elsewhere")
     before = [buffers.pop(key) for key in list(buffers) if str(key[0]).startswith("gdn")]
     flashinfer.VARIANTS.forget()
-    _ready(most, tier, must_run)
+    ready(most, tier, must_run)
     sizes = {key: buffer.numel() for key, buffer in buffers.items()}
     for tokens in (1, 64, 500, 1000, 1024, 1025, 1536):
         call = _prompts(m, [tokens], (16, 32))
@@ -357,13 +330,10 @@ def test_scratch_does_not_grow_in_a_capture(tier: str, maker: Make, must_run: Mu
 @each_overload
 def test_the_host_does_not_wait(
     overload: str, heads: tuple[int, int], tier: str, maker: Make, must_run: Must,
+    request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
     call = _prompts(maker(torch.float16), [70, 200, 30], heads, qk_l2norm=True).with_(overload)
-    _ready(call, tier, must_run)
+    ready(call, tier, must_run)
     call.run(tier)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call.run(tier)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    request.getfixturevalue("no_host_sync")
+    call.run(tier)

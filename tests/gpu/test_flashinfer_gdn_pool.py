@@ -5,18 +5,16 @@ See `test_flashinfer_gdn.py`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
 
-import torch_attn_tiers
 from tests.conformance.calls import Maker, same_bits
 from tests.conformance.gdn_decode_calls import copy_with_storage
-from tests.conformance.gdn_pool_calls import PoolCall, check_or_skip, pooled
+from tests.conformance.gdn_pool_calls import check_or_skip, pooled
 from tests.gdn_library_cases import POOL_CASES
-from tests.gpu.capturing import capture
+from tests.gpu.gdn_graphs import check_pool_replays, ready
 from tests.gpu.test_flashinfer_gdn import (
     HALVES,
     Must,
@@ -27,11 +25,6 @@ from tests.gpu.test_flashinfer_gdn import (
 from tests.tolerances import assert_gdn_close
 
 Make = Callable[..., Maker]
-
-
-def _ready(call: PoolCall, tier: str, must_run: Must) -> None:
-    call.require(tier, must_run)
-    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars, tier=tier)
 
 
 @the_tier
@@ -72,44 +65,27 @@ def test_replays_follow_lengths_and_indices_that_change(
         m, [70, 200, 30], [0] * 3, [-1] * 3, P=9, T=320, Hq=heads[0], Hv=heads[1], K=128, V=128,
         qk_l2norm=True,
     )  # fmt: skip
-    _ready(call, tier, must_run)
-    graph, out = capture(lambda: call.run(tier))
-    first = call.pool.clone()
-    for bounds, reads, writes in (
+    ready(call, tier, must_run)
+    names = ("cu_seqlens", "read_indices", "write_indices")
+    steps = (
         ([0, 320, 320, 320], [1, 2, -1], [0, 2, 3]),
         ([0, 0, 64, 128], [-1, -1, 5], [6, 7, 5]),
         ([0, 1, 2, 3], [8, 8, 8], [-1, 0, 99]),
         ([0, 0, 0, 0], [-1, -1, -1], [-1, -1, -1]),
         ([0, 64, 193, 320], [3, 4, 5], [3, 4, 5]),
-    ):
-        call.pool.copy_(first)
-        for name, values in (
-            ("cu_seqlens", bounds), ("read_indices", reads), ("write_indices", writes)
-        ):  # fmt: skip
-            call.tensors[name].copy_(m.integers(values))  # type: ignore[union-attr]
-        expected = call.expected()
-        out.fill_(math.nan)
-        graph.replay()
-        assert_gdn_close(out, expected.out, inputs=torch.float16, what="out")
-        for place in range(9):
-            if place in expected.written:
-                wanted = expected.written[place]
-                assert_gdn_close(call.pool[place], wanted, inputs=torch.float16, what=f"{place}")
-            else:
-                assert same_bits(call.pool[place], first[place])
+    )
+    check_pool_replays(call, tier, m, names, steps)
 
 
 @the_tier
-def test_the_host_does_not_wait(tier: str, maker: Make, must_run: Must) -> None:
+def test_the_host_does_not_wait(
+    tier: str, maker: Make, must_run: Must, request: pytest.FixtureRequest
+) -> None:
     call = pooled(maker(torch.float16), [70, 200], [0, -1], [1, 2], Hq=2, Hv=4, K=128, V=128)
-    _ready(call, tier, must_run)
+    ready(call, tier, must_run)
     call.run(tier)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call.run(tier)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    request.getfixturevalue("no_host_sync")
+    call.run(tier)
 
 
 @the_tier

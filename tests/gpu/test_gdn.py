@@ -21,6 +21,7 @@ from tests.conformance.gdn_calls import GDN_TIERS, GdnCall, check_or_skip, promp
 from tests.conformance.test_gdn import CASES, OVERLOADS, WITH_CHECKPOINTS
 from tests.conformance.test_gdn_invariants import *  # noqa: F403  (collects them again, here)
 from tests.gpu.capturing import capture
+from tests.gpu.gdn_graphs import SCRATCH, check_replays, ready
 from tests.tolerances import assert_gdn_close
 from torch_attn_tiers.problem import GdnProblem
 from torch_attn_tiers.tiers.gdn.triton import _plan
@@ -77,32 +78,9 @@ def test_replays_follow_lengths_that_change(
 ) -> None:
     m = maker(torch.float16)
     call = _model(m, [70, 200, 30], T=320, Hq=2, Hv=4).with_(overload)
-    call.require(tier, must_run)
-    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars, tier=tier)
+    ready(call, tier, must_run)
     call.run(tier)  # warms up what belongs to the thread, cuBLAS handles above all
-    graph, result = capture(lambda: call.run(tier))
-    bounds = call.tensors["cu_seqlens"]
-    assert bounds is not None
-    for values in (
-        [0, 320, 320, 320],
-        [0, 0, 64, 64],
-        [0, 1, 2, 3],
-        [0, 0, 0, 0],
-        [0, 64, 129, 320],
-    ):
-        bounds.copy_(m.integers(values))
-        for tensor in result:
-            if tensor.is_floating_point():
-                tensor.fill_(math.nan)
-        graph.replay()
-        expected = call.expected()
-        assert_gdn_close(result[0], expected.out, inputs=torch.float16, what="out")
-        assert_gdn_close(result[1], expected.final_state, inputs=torch.float16, what="state")
-        if overload != "default":
-            h = result[2][0] if overload == "h_fla" else result[2]
-            rows = expected.fla if overload == "h_fla" else expected.compact
-            assert_gdn_close(h[: len(rows)], rows, inputs=torch.float16, what="h")
-            assert bool(h[len(rows) :].isnan().all()), "a row past the last chunk was written"
+    check_replays(call, tier, m)
 
 
 def _exact(call: GdnCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -188,18 +166,13 @@ def test_replays_follow_lengths_that_change_where_sequences_are_split(
 @every_tier
 @pytest.mark.parametrize("overload", OVERLOADS)
 def test_the_host_does_not_wait(
-    tier: str, overload: str, maker: Make, must_run: frozenset[str]
+    tier: str, overload: str, maker: Make, must_run: frozenset[str], request: pytest.FixtureRequest
 ) -> None:
     call = _model(maker(torch.float16), [70, 200, 30], Hq=2, Hv=4).with_(overload)
-    call.require(tier, must_run)
-    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars, tier=tier)
+    ready(call, tier, must_run)
     call.run(tier)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call.run(tier)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    request.getfixturevalue("no_host_sync")
+    call.run(tier)
 
 
 @pytest.mark.parametrize("tier", OVERLAPPING)
@@ -241,8 +214,7 @@ def test_without_checkpoints_there_is_no_memory_for_them(
     result = call.run("triton")
     taken = torch.cuda.max_memory_allocated() - before
     kept = sum(t.numel() * t.element_size() for t in result)
-    scratch = 2 * 2 * 64 + 3 * 4 + 2 * 128 // 2  # W and U, vectors, keys of two heads of values
-    assert taken - kept <= 1.01 * scratch * 8192 * 32
+    assert taken - kept <= 1.01 * SCRATCH * 8192 * 32
     checkpoints = 128 * 32 * 128 * 128 * 4
     assert taken < checkpoints
 

@@ -136,16 +136,14 @@ def test_replays_follow_indices_that_change(
 
 
 @every_tier
-def test_the_host_does_not_wait(tier: str, maker: Make, must_run: frozenset[str]) -> None:
+def test_the_host_does_not_wait(
+    tier: str, maker: Make, must_run: frozenset[str], request: pytest.FixtureRequest
+) -> None:
     call = _model(maker(), 4, pool=9, reads=[1, 0, -1, 5]).with_("gdn_decode_.raw")
     call.require(tier, must_run)
     call.run(tier)  # builds
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call.run(tier)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    request.getfixturevalue("no_host_sync")
+    call.run(tier)
 
 
 def test_nothing_is_allocated_but_the_output(maker: Make, must_run: frozenset[str]) -> None:

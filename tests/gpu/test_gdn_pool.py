@@ -11,7 +11,7 @@ from torch.library import opcheck
 
 import torch_attn_tiers
 from tests.conformance import test_gdn_pool as conformance
-from tests.conformance.calls import Maker, same_bits
+from tests.conformance.calls import Maker
 from tests.conformance.gdn_calls import GDN_TIERS
 from tests.conformance.gdn_decode_calls import copy_with_storage
 from tests.conformance.gdn_pool_calls import PoolCall, check_or_skip, pooled
@@ -25,6 +25,7 @@ from tests.conformance.test_gdn_pool import (  # noqa: F401  (collects them agai
 )
 from tests.gpu.capturing import capture
 from tests.gpu.compiled_pools import check_compiled
+from tests.gpu.gdn_graphs import SCRATCH, check_pool_replays, ready
 from tests.test_ops_gdn_pool import CALLS
 from tests.tolerances import assert_gdn_close
 
@@ -80,52 +81,30 @@ def test_replays_follow_lengths_and_indices_that_change(
     track = [(64, -1)] * 3
     call = pooled(m, [70, 200, 30], [0] * 3, [-1] * 3, track, P=9, T=320, Hq=2, Hv=4, K=64, V=32)
     call = call.with_(qk_l2norm=True)
-    call.require(tier, must_run)
-    torch_attn_tiers.prepare(call.op(), *call.args(), **call.scalars, tier=tier)
+    ready(call, tier, must_run)
     call.run(tier)  # libraries make their handles
-    graph, out = capture(lambda: call.run(tier))
-    first = call.pool.clone()
-    for bounds, reads, writes, track_lens, track_indices in (
+    names = ("cu_seqlens", "read_indices", "write_indices", "track_lens", "track_indices")
+    steps = (
         ([0, 320, 320, 320], [1, 2, -1], [0, 2, 3], [256, 0, 0], [4, -1, -1]),
         ([0, 0, 64, 128], [-1, -1, 5], [6, 7, 5], [0, 64, 64], [1, 2, 3]),
         ([0, 1, 2, 3], [8, 8, 8], [-1, 0, 99], [1, 0, 1], [3, 4, 5]),
         ([0, 0, 0, 0], [-1, -1, -1], [-1, -1, -1], [0, 0, 0], [-1, -1, -1]),
         ([0, 64, 193, 320], [3, 4, 5], [3, 4, 5], [64, 128, 64], [3, 7, -9]),
-    ):
-        call.pool.copy_(first)
-        for name, values in (
-            ("cu_seqlens", bounds),
-            ("read_indices", reads),
-            ("write_indices", writes),
-            ("track_lens", track_lens),
-            ("track_indices", track_indices),
-        ):
-            call.tensors[name].copy_(m.integers(values))  # type: ignore[union-attr]
-        expected = call.expected()
-        out.fill_(float("nan"))
-        graph.replay()
-        assert_gdn_close(out, expected.out, inputs=torch.float16, what="out")
-        for place in range(9):
-            if place in expected.written:
-                wanted = expected.written[place]
-                assert_gdn_close(call.pool[place], wanted, inputs=torch.float16, what=f"{place}")
-            else:
-                assert same_bits(call.pool[place], first[place])
+    )
+    check_pool_replays(call, tier, m, names, steps)
 
 
 @every_tier
-def test_the_host_does_not_wait(tier: str, maker: Make, must_run: frozenset[str]) -> None:
+def test_the_host_does_not_wait(
+    tier: str, maker: Make, must_run: frozenset[str], request: pytest.FixtureRequest
+) -> None:
     call = pooled(
         maker(torch.float16), [70, 200], [0, -1], [1, 2], [(64, 3), (128, 4)], Hq=2, Hv=4, K=64
     )
     call.require(tier, must_run)
     call.run(tier)  # builds
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call.run(tier)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    request.getfixturevalue("no_host_sync")
+    call.run(tier)
 
 
 def test_one_kept_state_takes_no_memory_for_checkpoints(
@@ -139,8 +118,7 @@ def test_one_kept_state_takes_no_memory_for_checkpoints(
     before = torch.cuda.memory_allocated()
     out = call.run("triton")
     taken = torch.cuda.max_memory_allocated() - before - out.numel() * 2
-    scratch = 2 * 2 * 64 + 3 * 4 + 2 * 128 // 2  # W and U, vectors, keys of two heads of values
-    assert taken <= 1.01 * scratch * 8192 * 32
+    assert taken <= 1.01 * SCRATCH * 8192 * 32
     assert taken < 128 * 32 * 128 * 128 * 4  # a state for each chunk
 
 
