@@ -121,6 +121,26 @@ def without_libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def tables(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The folder of the measured tables, empty: the cascades' orders hold unless a test writes one.
+
+    Without it the order of the tiers is that of the machine, by the table of its device if there is
+    one and its versions are those of the table.
+    """
+    from torch_attn_tiers import dispatch, ranking
+
+    def forget() -> None:
+        ranking.forget()
+        dispatch._plans.forget_decisions()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranking, "FOLDER", tmp_path)
+        forget()
+        yield tmp_path
+    forget()
+
+
+@pytest.fixture
 def libraries_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiers of libraries are named, and take nothing: for tests of texts."""
     from torch_attn_tiers.tiers.decode import cudnn, xqa

@@ -41,10 +41,8 @@ def _forget() -> None:
 
 
 @pytest.fixture
-def write(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+def write(tables: pathlib.Path) -> Write:
     """Writes the table of a device, of the versions that are here but for those given."""
-    monkeypatch.setattr(ranking, "FOLDER", tmp_path)
-    _forget()
 
     def write_table(
         orders: Mapping[str, Mapping[str, str]],
@@ -52,14 +50,12 @@ def write(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[W
         **versions: str,
     ) -> pathlib.Path:
         part = {"versions": {**ranking.versions("decode"), **versions}, "orders": orders}
-        path = tmp_path / f"{ranking.table_name(device)}.json"
+        path = tables / f"{ranking.table_name(device)}.json"
         path.write_text(json.dumps({"ops": {"decode": part}}))
         _forget()
         return path
 
-    yield write_table
-    monkeypatch.undo()
-    _forget()
+    return write_table
 
 
 @pytest.fixture

@@ -30,14 +30,11 @@ SIZES = "rows=128 tokens=1024"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+def folder(tables: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
     fake_libraries.forget()
-    monkeypatch.setattr(ranking, "FOLDER", tmp_path)
-    _forget()
-    yield tmp_path
+    yield tables
     monkeypatch.undo()
     fake_libraries.forget()
-    _forget()
 
 
 def _write(

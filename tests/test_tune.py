@@ -18,7 +18,7 @@ import torch_attn_tiers
 from csrc_free_ops.facts import DeviceFacts
 from tests import fake_libraries
 from tests.test_dispatch import Invented
-from torch_attn_tiers import dispatch, explain, ranking, register_tier
+from torch_attn_tiers import explain, ranking, register_tier
 from torch_attn_tiers.cli import environment, main
 from torch_attn_tiers.cli.bench.cases import CASES
 from torch_attn_tiers.cli.bench.clock import CALLS_PER_GRAPH, Call, Clock, Recording, WallClock
@@ -337,15 +337,10 @@ def tiers() -> Iterator[dict[str, Right]]:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
+def folder(tables: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """Tables are written and read here."""
-    monkeypatch.setattr(ranking, "FOLDER", tmp_path)
     monkeypatch.setattr(environment, "commit", lambda: "abc123")
-    ranking.forget()
-    yield tmp_path
-    monkeypatch.undo()
-    ranking.forget()
-    dispatch._plans.forget_decisions()
+    return tables
 
 
 TIMES: Times = {"a": (12.0, 12.0, 12.0), "b": (10.0, 10.0, 20.0), "c": (30.0, 30.0, 30.0)}

@@ -27,6 +27,8 @@ from torch_attn_tiers.tiers.decode import cudnn, xqa
 MakeMaker = Callable[..., Maker]
 Must = frozenset[str]
 both = pytest.mark.parametrize("tier", ["cudnn", "xqa"])
+#: Whatever was measured on this device, the libraries are asked before `flash`.
+in_the_cascades_order = pytest.mark.usefixtures("tables")
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -264,6 +266,7 @@ def test_internal_cache_is_captured(tier: str, maker: MakeMaker, must_run: Must)
         assert_close(y, call.expected().y, tier=tier)
 
 
+@in_the_cascades_order
 def test_cold_capture_is_flash_if_that_is_ready_and_an_error_if_nothing_is(
     maker: MakeMaker,
 ) -> None:
@@ -438,24 +441,30 @@ def test_capture_in_a_thread_that_has_no_handle_yet(
 # ------------------------------------------------------------------------------------- choosing
 
 
+@in_the_cascades_order
 def test_order_and_what_each_says(maker: MakeMaker) -> None:
     call = Call(_step(maker(torch.bfloat16), [800, 3, 0, 1], T=1152))
     for tier in ("cudnn", "xqa"):
         require(call, tier)
 
-    def ran() -> str:
+    def ran() -> tuple[str, list[str]]:
+        """The tier, and those that it was asked after."""
         with torch_attn_tiers.record_dispatch() as records:
             call.run()
-        return records[0].tier
+        (record,) = records
+        for reasons in record.passed_over.values():
+            assert "disabled" in reasons[0]
+        return record.tier, list(record.passed_over)
 
     torch_attn_tiers.prepare(call.op(), *call.args())
-    assert ran() == "xqa"
+    assert ran() == ("xqa", [])
     with torch_attn_tiers.options(disable="decode:xqa"):
-        assert ran() == "cudnn"
+        assert ran() == ("cudnn", ["xqa"])
     with torch_attn_tiers.options(disable="decode:xqa,decode:cudnn"):
-        assert ran() == "flash"
+        assert ran() == ("flash", ["xqa", "cudnn"])
 
 
+@in_the_cascades_order
 def test_a_query_off_by_two_bytes_goes_elsewhere(maker: MakeMaker) -> None:
     tensors = _step(maker(torch.bfloat16), [800, 3, 0, 1])
     query = tensors["query"]
@@ -466,4 +475,7 @@ def test_a_query_off_by_two_bytes_goes_elsewhere(maker: MakeMaker) -> None:
     with torch_attn_tiers.record_dispatch() as records:
         y = call.run()
     assert records[0].tier == "flash"
+    for tier in ("xqa", "cudnn"):
+        reasons = records[0].passed_over[tier]
+        assert "query does not begin at a multiple of 16 bytes" in reasons
     assert_close(y, call.expected().y)

@@ -40,22 +40,12 @@ def twin() -> Iterator[Tier]:
         yield tier
 
 
-@pytest.fixture
-def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    monkeypatch.setattr(ranking, "FOLDER", tmp_path)
-    ranking.forget()
-    yield tmp_path
-    monkeypatch.undo()
-    ranking.forget()
-    dispatch._plans.forget_decisions()
-
-
-def test_what_is_tuned_is_right_and_orders_the_calls(twin: Tier, folder: pathlib.Path) -> None:
+def test_what_is_tuned_is_right_and_orders_the_calls(twin: Tier, tables: pathlib.Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     name = device_table(device)
     assert name == ranking.table_name(device_facts(device)) and "sm_" not in name
     session = Session(
-        "decode", device, clock_for(device), folder / "result.json", folder / f"{name}.json"
+        "decode", device, clock_for(device), tables / "result.json", tables / f"{name}.json"
     )
     result = session.run(POINTS)
     assert not session.failures() and result["complete"]
@@ -94,15 +84,15 @@ def gdn_twin() -> Iterator[Tier]:
         yield tier
 
 
-def test_prompts_are_tuned_and_ordered(gdn_twin: Tier, folder: pathlib.Path) -> None:
+def test_prompts_are_tuned_and_ordered(gdn_twin: Tier, tables: pathlib.Path) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     name = device_table(device)
     session = Session(
         "gdn_chunk_prefill",
         device,
         clock_for(device),
-        folder / "result.json",
-        folder / f"{name}.json",
+        tables / "result.json",
+        tables / f"{name}.json",
     )
     points = [GdnPoint(3, 8), GdnPoint(6, 8, "compact"), GdnPoint(5, 8, batch_invariant=True)]
     result = session.run(points)
