@@ -17,7 +17,23 @@ def wait_for_earlier_kernels(PDL: tl.constexpr):
     """
     if PDL:
         tl_cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_kernel_start(PDL: tl.constexpr):
+    """Programs of the next kernel take the room that this one's leave, once these all run.
+
+    Without it they start when this kernel has ended, and are spread evenly.
+    """
+    if PDL:
         tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_count(counter, target):
+    """Waits until other programs have counted that far, and sees what they wrote before."""
+    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < target:
+        pass
 
 
 @triton.jit
@@ -43,20 +59,29 @@ def sequence_of(chunk_starts, chunk, sequences):
     return low
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences"])
+@triton.jit(do_not_specialize=["tokens", "sequences", "counters"])
 def chunk_map_kernel(
     cu_seqlens,
     chunk_starts,  # out, int32 [sequences + 1]: chunks before each sequence
     h_cu_starts,  # out, int64 [sequences + 1]: complete chunks before each sequence
+    ready,  # out, int32 [counters]: zeros
     tokens,
     sequences,
+    counters,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_CU: tl.constexpr,
     HAS_H_STARTS: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_earlier_kernels(PDL)
+    if AHEAD:
+        for at in range(0, counters, BLOCK):
+            n = at + tl.arange(0, BLOCK)
+            tl.store(ready + n, tl.zeros([BLOCK], tl.int32), mask=n < counters)
+    else:
+        let_next_kernel_start(PDL)
     chunks = tl.zeros((), tl.int64)
     complete = tl.zeros((), tl.int64)
     for at in range(0, sequences, BLOCK):
@@ -115,6 +140,7 @@ def segment_map_kernel(
 ):
     """A program is one sequence, which has a segment even if it has no token."""
     wait_for_earlier_kernels(PDL)
+    let_next_kernel_start(PDL)
     i = tl.program_id(0)
     if HAS_CU:
         first_chunk = tl.zeros((), tl.int64)

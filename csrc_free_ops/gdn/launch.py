@@ -22,6 +22,7 @@ C = 64  # tokens of a chunk
 _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
 _SEGMENT_MAP_BLOCK = 128  # sequences, or segments, of the segment map at a time
 _LEAST_SEGMENT = 16  # chunks, below which starting a segment takes longer than going through it
+_CHUNKS_AHEAD = 8  # enough for the loads of the first to weigh little
 _CHAIN_BV = 16  # columns of S of a program of the chain
 _INDICES = ("read_indices", "write_indices", "track_lens", "track_indices")
 _H_LAYOUTS = {None: 0, "fla": 1, "compact": 2}
@@ -41,6 +42,9 @@ class GdnConfig(NamedTuple):
     scan_registers: int | None = None
     #: Chunks of a segment that sequences are split into; 0: they are not; None: by shapes.
     segment_chunks: int | None = None
+    #: The scan runs beside prepare and waits for that many chunks at a time; 0: it starts after
+    #: prepare; None: by shapes.
+    chunks_ahead: int | None = None
 
 
 def default_config(
@@ -179,6 +183,17 @@ def plan_gdn(
     if L:  # a sequence is a segment even if it is empty; one alone may have all tokens
         segments += (1 if has_cu else B) * (max(0, T - 1) // (C * L))
     is_split = segments > sequences
+    v_tiles = -(-V // config.bv)
+    ahead = config.chunks_ahead
+    if ahead and is_split:
+        raise ValueError(
+            f"config.chunks_ahead is {ahead}; it must be 0 or None where sequences are split"
+        )
+    if ahead is None:
+        is_beside = (
+            device.has_pdl and not is_split and sequences * Hv * v_tiles <= device.multiprocessors
+        )
+        ahead = _CHUNKS_AHEAD if is_beside and chunks else 0
     exact = q.dtype is torch.float32
     tensor_cores = device.is_nvidia
     precision = "tf32x3" if exact and tensor_cores else "ieee"
@@ -197,30 +212,32 @@ def plan_gdn(
     shared = dict(C=C, HAS_CU=has_cu, PDL=device.has_pdl)
     tiles = dict(K=K, V=V, GROUP=Hv // Hq, L2NORM=qk_l2norm, PRECISION=precision, WIDE=wide)
     strides = {**_strides("q", q), **_strides("k", k)}
+    counters = -(-chunks // ahead) * Hq if ahead else 0
+    parts = chunks * Hv // config.heads
     chunk_map = Launch(
         chunk_map_kernel,
         grid=1,
-        pointers=dict(cu_seqlens=cu, chunk_starts=starts, h_cu_starts=h_starts),
-        scalars=dict(tokens=T, sequences=sequences),
-        constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact"),
+        pointers=dict(cu_seqlens=cu, chunk_starts=starts, h_cu_starts=h_starts, ready=starts),
+        scalars=dict(tokens=T, sequences=sequences, counters=counters),
+        constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact", AHEAD=ahead),
         options=_options(device, 4),
     )
     prepare = Launch(
         prepare_kernel,
-        grid=chunks * Hv // config.heads,
+        grid=min(parts, device.multiprocessors) if ahead else parts,
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), g=(g.dtype, g.aligned),
             beta=(beta.dtype, beta.aligned), cu_seqlens=cu, chunk_starts=starts, weights=dtype,
-            vectors=pair, keys=dtype, out=dtype,
+            vectors=pair, keys=dtype, out=dtype, ready=starts,
         ),
         scalars=dict(
-            tokens=T, sequences=sequences, scale=float(scale), **strides, **_strides("g", g),
+            chunks=chunks, tokens=T, sequences=sequences, scale=float(scale), **strides, **_strides("g", g),
             **_strides("beta", beta),
         ),
         constants=dict(
             **shared, **tiles, HQ=Hq, HEADS=config.heads, BK=config.prepare_bk,
             NK=-(-K // config.prepare_bk), BLOCK_V=_pow2(V),
-            SOLVE_PRECISION=solve_precision, EXACT=exact,
+            SOLVE_PRECISION=solve_precision, EXACT=exact, AHEAD=ahead,
         ),
         options=_options(device, config.prepare_warps, 1, config.prepare_registers),
     )  # fmt: skip
@@ -228,7 +245,6 @@ def plan_gdn(
     s_strides = (0, 0, 0, 0) if state is None else state.stride
     given = pair if state is None else (state.dtype, state.aligned)
     indices = dict(zip(_INDICES, pool or ()))
-    v_tiles = -(-V // config.bv)
     states = dict(zip(("s_stride_n", "s_stride_h", "s_stride_v", "s_stride_k"), s_strides))
     places = 0 if state is None else state.shape[0]
     in_registers = dict(
@@ -236,6 +252,7 @@ def plan_gdn(
         HAS_POOL=pool is not None,
         # More tokens in a chunk than keys are independent: D answers to errors of itself.
         TWO_TERMS=K <= C // 2 and not exact,
+        BY_PRODUCT=not exact, NVIDIA=device.is_nvidia,
     )  # fmt: skip
     scan = Launch(
         scan_kernel,
@@ -243,7 +260,7 @@ def plan_gdn(
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), v=(v.dtype, v.aligned),
             initial_state=pair if is_split else given, cu_seqlens=cu, chunk_starts=starts,
-            weights=dtype, vectors=pair, keys=dtype, out=dtype,
+            weights=dtype, vectors=pair, keys=dtype, ready=starts, out=dtype,
             final_state=pair if pool is None else given,
             h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
             **{name: (indices.get(name) or torch.int32, False) for name in _INDICES},
@@ -256,6 +273,7 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
+            AHEAD=ahead, PARTS=Hv // Hq // config.heads,
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip
@@ -275,7 +293,7 @@ def plan_gdn(
         )  # fmt: skip
     return GdnPlan(
         device,
-        chunk_map if has_cu or h_layout == "compact" else None,
+        chunk_map if has_cu or h_layout == "compact" or ahead else None,
         prepare if chunks else None,
         split,
         scan,
@@ -284,6 +302,7 @@ def plan_gdn(
         (chunks, Hv, 2, C, C),
         (chunks, Hv, 3, C),
         (chunks, Hq, C, K) if qk_l2norm else (0,),
+        counters,
     )
 
 
@@ -369,6 +388,7 @@ class GdnPlan:
         weights: tuple[int, ...],
         vectors: tuple[int, ...],
         keys: tuple[int, ...],
+        counters: int,
     ) -> None:
         self.device = device
         self.chunk_map = chunk_map
@@ -380,6 +400,7 @@ class GdnPlan:
         self.weights = weights
         self.vectors = vectors
         self.keys = keys
+        self.counters = counters
         launches = (chunk_map, prepare, *(() if split is None else split[:3]), scan)
         self.launches = [launch for launch in launches if launch is not None]
         self.specialization = (
@@ -472,13 +493,15 @@ class GdnPlan:
         weights = out.new_empty(self.weights)
         vectors = out.new_empty(self.vectors, dtype=torch.float32)
         keys = out.new_empty(self.keys)
+        ready = out.new_empty(self.counters, dtype=torch.int32) if self.counters else starts
         cu = starts if cu_seqlens is None else cu_seqlens
         h_starts = starts if h_cu_starts is None else h_cu_starts
         calls: list[tuple[Launch, tuple[Tensor, ...]]] = []
         if self.chunk_map is not None:
-            calls.append((self.chunk_map, (cu, starts, h_starts)))
+            calls.append((self.chunk_map, (cu, starts, h_starts, ready)))
         if self.prepare is not None:
-            calls.append((self.prepare, (q, k, g, beta, cu, starts, weights, vectors, keys, out)))
+            made = (weights, vectors, keys, out, ready)
+            calls.append((self.prepare, (q, k, g, beta, cu, starts, *made)))
         state = vectors if initial_state is None else initial_state
         final = vectors if final_state is None else final_state
         checkpoints = vectors if h is None else h
@@ -492,7 +515,7 @@ class GdnPlan:
             calls.append((self.split.chain, (segment_map, maps)))
             state, starts = maps, segment_map
         read = (q, k, v, state, cu, starts, weights, vectors, keys)
-        calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
+        calls.append((self.scan, (*read, ready, out, final, checkpoints, h_starts, *places)))
         return calls
 
 

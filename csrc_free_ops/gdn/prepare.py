@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import (
+    let_next_kernel_start,
     sequence_bounds,
     sequence_of,
     wait_for_earlier_kernels,
@@ -190,26 +191,19 @@ def _zero_padding(
             tl.store(out_at, tl.zeros([ROWS, BLOCK_V], out.dtype.element_ty), mask=is_padding)
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences"])
-def prepare_kernel(
-    q, k, g, beta, cu_seqlens, chunk_starts,
-    weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
-    vectors,  # out, float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; factor of Q S
-    keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
-    out,  # tokens of no sequence are set to zero
-    tokens, sequences, scale,
-    q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
-    g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
+@triton.jit
+def _prepare_chunk(
+    chunk, first_head,
+    q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens, sequences,
+    scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h,
+    k_stride_d, g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
     HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_earlier_kernels(PDL)
+    """HEADS value heads from the first on of a chunk; nothing but padding if there is no such chunk."""
     HV: tl.constexpr = HQ * GROUP
-    chunk = tl.program_id(0).to(tl.int64) // (HV // HEADS)
-    first_head = tl.program_id(0) % (HV // HEADS) * HEADS
     head = (first_head // GROUP).to(tl.int64)
     r = tl.arange(0, C)
     t = r.to(tl.int64)
@@ -220,15 +214,16 @@ def prepare_kernel(
             _zero_padding(out, last + chunk * C, tokens, first_head, HEADS, HV, V, C, BLOCK_V)
         row = tl.zeros((), tl.int64)
         i = sequence_of(chunk_starts, chunk, sequences)
-        if i >= sequences:
-            return
-        first, end = sequence_bounds(cu_seqlens, i, tokens, True)
+        exists = i < sequences
+        first, end = sequence_bounds(cu_seqlens, i, tokens, exists)
         first += (chunk - tl.load(chunk_starts + i)) * C
+        heads = tl.where(exists, HEADS, 0)
     else:
         chunks_each = tl.cdiv(tokens, C)
         row = chunk // chunks_each
         first = chunk % chunks_each * C
         end = tl.zeros((), tl.int64) + tokens
+        heads = HEADS
     token_ok = r < tl.minimum(end - first, C).to(tl.int32)
     q += row * q_stride_b + head * q_stride_h + first * q_stride_t
     k += row * k_stride_b + head * k_stride_h + first * k_stride_t
@@ -252,7 +247,7 @@ def prepare_kernel(
                 more = n * BK + d
                 tile = load_rows(k, r, more, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
                 _store_keys(keys_at, _normalise(tile, k_factor), r, more, K, BK)
-    for j in range(HEADS):
+    for j in range(heads):
         h = (first_head + j).to(tl.int64)
         gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=token_ok, other=0.0)
         strength = tl.load(beta + t * beta_stride_t + h * beta_stride_h, mask=token_ok, other=0.0)
@@ -290,3 +285,54 @@ def prepare_kernel(
         if L2NORM:
             of_query *= q_factor
         tl.store(vectors_at + 2 * C, of_query)
+
+
+@triton.jit(do_not_specialize=["chunks", "tokens", "sequences"])
+def prepare_kernel(
+    q, k, g, beta, cu_seqlens, chunk_starts,
+    weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
+    vectors,  # out, float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; factor of Q S
+    keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
+    out,  # tokens of no sequence are set to zero
+    ready,  # in and out, int32 [ceil(chunks / AHEAD), HQ]: how much of AHEAD chunks is there
+    chunks, tokens, sequences, scale,
+    q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
+    g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
+    HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
+    HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,  # 0: the scan starts when this kernel has ended
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_earlier_kernels(PDL)
+    PARTS: tl.constexpr = HQ * GROUP // HEADS
+    if AHEAD:
+        # The scan needs a part of each multiprocessor only: its programs start beside these, which
+        # all run by then, and wait for what they count here.
+        let_next_kernel_start(PDL)
+        for n in range(tl.program_id(0), chunks * PARTS, tl.num_programs(0)):
+            chunk = n.to(tl.int64) // PARTS
+            first_head = n % PARTS * HEADS
+            _prepare_chunk(
+                chunk, first_head,
+                q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens, sequences,
+                scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h,
+                k_stride_d, g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
+                HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION,
+                SOLVE_PRECISION, WIDE, EXACT,
+            )  # fmt: skip
+            tl.debug_barrier()  # all threads have written
+            counter = ready + chunk // AHEAD * HQ + first_head // GROUP
+            tl.atomic_add(counter, 1, sem="release", scope="gpu")
+    else:
+        chunk = tl.program_id(0).to(tl.int64) // PARTS
+        first_head = tl.program_id(0) % PARTS * HEADS
+        _prepare_chunk(
+            chunk, first_head,
+            q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens, sequences,
+            scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h,
+            k_stride_d, g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
+            HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION, SOLVE_PRECISION,
+            WIDE, EXACT,
+        )  # fmt: skip

@@ -17,12 +17,20 @@ chunk to the last, as tiles of BK columns (up to four).
 import triton
 import triton.language as tl
 
-from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds, wait_for_earlier_kernels
+from csrc_free_ops.gdn.chunk_map import (
+    let_next_kernel_start,
+    segment_at,
+    sequence_bounds,
+    wait_for_count,
+    wait_for_earlier_kernels,
+)
 from csrc_free_ops.gdn.prepare import load_rows, offsets
 from csrc_free_ops.gdn.tiles import (
     load_given_state,
     load_keys,
     load_state,
+    load_values,
+    loaded_ahead,
     store_state,
     update_state,
 )
@@ -50,6 +58,7 @@ def scan_kernel(
     cu_seqlens,
     chunk_starts,  # with SPLIT the segment map
     weights, vectors, keys,
+    ready,  # see the prepare kernel
     out,  # dtype of v [B, tokens, HV, V]
     final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
@@ -64,9 +73,14 @@ def scan_kernel(
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
-    SPLIT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr,
+    AHEAD: tl.constexpr,  # 0, or of how many chunks at a time the prepare kernel says: they are there
+    PARTS: tl.constexpr,  # how often it says so for a chunk and a head of q
+    BY_PRODUCT: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_earlier_kernels(PDL)
+    if AHEAD == 0:
+        wait_for_earlier_kernels(PDL)
+    let_next_kernel_start(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
     head = tl.program_id(0) // V_TILES % HV
@@ -150,90 +164,93 @@ def scan_kernel(
             reached = (track_len > 0) & (track_len <= length) & kept_wanted
             track = tl.where(reached, track_len, 0).to(tl.int32)
 
-    # Nothing that the compiler pipelines needs these: they are loaded a chunk ahead by hand.
-    some = (r >= 0) & (count > 0)
-    of_chunk = tl.load(vectors + C - 1, mask=count > 0, other=0.0)
-    own = tl.load(vectors + C + r, mask=some, other=0.0)
-    of_query = tl.load(vectors + 2 * C + r, mask=some, other=0.0)
-    for m in range(count):
-        token_ok = m * C + r < length
-        if H_LAYOUT == 1:
-            wanted = h_row + m < rows
-            if SPLIT:
-                wanted &= (m > 0) | (before == 0)
-            store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
-            h += HV * V * K
+    begun = tl.zeros((), tl.int32)
+    stop = count
+    groups = 1
+    if AHEAD:
+        groups = ((first_chunk + count - 1) // AHEAD - first_chunk // AHEAD + 1).to(tl.int32)
+        groups = tl.where(count > 0, groups, 0)
+    for n in range(groups):
+        if AHEAD:
+            group = first_chunk // AHEAD + n
+            parts = tl.minimum(chunks - group * AHEAD, AHEAD) * PARTS
+            wait_for_count(ready + group * HQ + q_head, parts.to(tl.int32))
+            stop = tl.minimum((group + 1) * AHEAD - first_chunk, count).to(tl.int32)
+        for m in range(begun, stop):
+            token_ok = m * C + r < length
+            if H_LAYOUT == 1:
+                wanted = h_row + m < rows
+                if SPLIT:
+                    wanted &= (m > 0) | (before == 0)
+                store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
+                h += HV * V * K
 
-        # What does not depend on S.
-        since_start = tl.load(vectors + r)
-        more = m + 1 < count
-        some = (r >= 0) & more
-        vectors += HV * 3 * C
-        next_of_chunk = tl.load(vectors + C - 1, mask=more, other=0.0)
-        next_own = tl.load(vectors + C + r, mask=some, other=0.0)
-        next_of_query = tl.load(vectors + 2 * C + r, mask=some, other=0.0)
-        W = tl.load(weights + r[:, None] * C + r[None, :])
-        U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
-        v_at = v + offsets(vd, v_stride_d, r, v_stride_t, WIDE)
-        if V % BV == 0:
-            values = tl.load(v_at, mask=token_ok[None, :], other=0.0)
-        else:
-            values = tl.load(v_at, mask=token_ok[None, :] & (vd < V)[:, None], other=0.0)
+            # What does not depend on S.
+            since_start = tl.load(vectors + r)
+            own = tl.load(vectors + C + r)
+            of_query = tl.load(vectors + 2 * C + r)
+            of_chunk = tl.load(vectors + C - 1 + tl.zeros([BV], tl.int32))
+            W = tl.load(weights + r[:, None] * C + r[None, :])
+            U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
+            wanted = token_ok[None, :]
+            if V % BV != 0:
+                wanted &= (vd < V)[:, None]
+            values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, WIDE, BY_PRODUCT)
 
-        KS = tl.zeros([BV, C], tl.float32)
-        QS = tl.zeros([BV, C], tl.float32)
-        KS, QS, k0 = _read_tile(
-            q, k, S0, KS, QS, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
-            K, BK, L2NORM, PRECISION, WIDE,
-        )  # fmt: skip
-        k1 = k0
-        k2 = k0
-        k3 = k0
-        if NK > 1:
-            KS, QS, k1 = _read_tile(
-                q, k, S1, KS, QS, r, BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+            KS = tl.zeros([BV, C], tl.float32)
+            QS = tl.zeros([BV, C], tl.float32)
+            KS, QS, k0 = _read_tile(
+                q, k, S0, KS, QS, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
+                K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
-        if NK > 2:
-            KS, QS, k2 = _read_tile(
-                q, k, S2, KS, QS, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
-            )  # fmt: skip
-        if NK > 3:
-            KS, QS, k3 = _read_tile(
-                q, k, S3, KS, QS, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
-            )  # fmt: skip
+            k1 = k0
+            k2 = k0
+            k3 = k0
+            if NK > 1:
+                KS, QS, k1 = _read_tile(
+                    q, k, S1, KS, QS, r, BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
+                    k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+                )  # fmt: skip
+            if NK > 2:
+                KS, QS, k2 = _read_tile(
+                    q, k, S2, KS, QS, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
+                    k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+                )  # fmt: skip
+            if NK > 3:
+                KS, QS, k3 = _read_tile(
+                    q, k, S3, KS, QS, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
+                    k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+                )  # fmt: skip
 
-        exact = values.to(tl.float32) - since_start[None, :] * KS
-        R = exact.to(W.dtype)
-        D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
-        O = QS * of_query[None, :]
-        O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
-        S0, S1, S2, S3 = update_state(
-            S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk, NK, TWO_TERMS, PRECISION
-        )
-        out_at = out + offsets(vd, 1, r, HV * V, WIDE)
-        out_ok = token_ok[None, :] & (vd < V)[:, None]
-        tl.store(out_at, O.to(out.dtype.element_ty), mask=out_ok)
+            exact = values - since_start[None, :] * KS
+            exact = loaded_ahead(exact, own, of_query, of_chunk, NVIDIA)
+            R = exact.to(W.dtype)
+            D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
+            O = QS * of_query[None, :]
+            O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
+            S0, S1, S2, S3 = update_state(
+                S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk[:, None], NK, TWO_TERMS, PRECISION
+            )
+            out_at = out + offsets(vd, 1, r, HV * V, WIDE)
+            out_ok = token_ok[None, :] & (vd < V)[:, None]
+            tl.store(out_at, O.to(out.dtype.element_ty), mask=out_ok)
 
-        if H_LAYOUT == 2:
-            wanted = (m * C + C <= length) & (h_row + m < rows)
-            store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
-            h += HV * V * K
-        if HAS_TRACK:
-            if tl.minimum(m * C + C, length) == track:
-                store_state(
-                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True
-                )
-        q += C * q_stride_t
-        k += C * k_stride_t * (HQ if L2NORM else 1)
-        v += C * v_stride_t
-        out += C * HV * V
-        weights += HV * 2 * C * C
-        of_chunk = next_of_chunk
-        own = next_own
-        of_query = next_of_query
+            if H_LAYOUT == 2:
+                wanted = (m * C + C <= length) & (h_row + m < rows)
+                store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
+                h += HV * V * K
+            if HAS_TRACK:
+                if tl.minimum(m * C + C, length) == track:
+                    store_state(
+                        kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True
+                    )
+            q += C * q_stride_t
+            k += C * k_stride_t * (HQ if L2NORM else 1)
+            v += C * v_stride_t
+            out += C * HV * V
+            weights += HV * 2 * C * C
+            vectors += HV * 3 * C
+        begun = stop
 
     if SPLIT and H_LAYOUT == 1:
         # What the next segment begins with was summed up in another order. Rows are as in compact.
@@ -246,3 +263,6 @@ def scan_kernel(
     elif HAS_FINAL:
         last = final_state + (i * HV + v_head) * V * K
         store_state(last, S0, S1, S2, S3, vd, K, 1, is_last, V, K, BK, NK, False)
+    if AHEAD:
+        # This kernel has ended means that the one before it has: later ones rely on it.
+        wait_for_earlier_kernels(PDL)

@@ -13,9 +13,20 @@ segment begins with, and below it M. B of a segment is written where the next on
 import triton
 import triton.language as tl
 
-from csrc_free_ops.gdn.chunk_map import segment_at, sequence_bounds, wait_for_earlier_kernels
-from csrc_free_ops.gdn.prepare import offsets
-from csrc_free_ops.gdn.tiles import load_given_state, load_keys, store_state, update_state
+from csrc_free_ops.gdn.chunk_map import (
+    let_next_kernel_start,
+    segment_at,
+    sequence_bounds,
+    wait_for_earlier_kernels,
+)
+from csrc_free_ops.gdn.tiles import (
+    load_given_state,
+    load_keys,
+    load_values,
+    loaded_ahead,
+    store_state,
+    update_state,
+)
 
 
 @triton.jit
@@ -44,10 +55,12 @@ def segment_kernel(
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
     HAS_STATE: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
-    HAS_POOL: tl.constexpr, TWO_TERMS: tl.constexpr, PDL: tl.constexpr,
+    HAS_POOL: tl.constexpr, TWO_TERMS: tl.constexpr, BY_PRODUCT: tl.constexpr,
+    NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program is one segment, one value head and BV columns of B, or of M."""
     wait_for_earlier_kernels(PDL)
+    let_next_kernel_start(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     TILES: tl.constexpr = V_TILES + (K + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
@@ -106,18 +119,14 @@ def segment_kernel(
     weights += (first_chunk * HV + v_head) * (2 * C * C)
     vectors += (first_chunk * HV + v_head) * (3 * C)
 
-    # As in the scan, loaded a chunk ahead by hand. Only last segments have incomplete chunks.
-    of_chunk = tl.load(vectors + C - 1, mask=count > 0, other=0.0)
-    own = tl.load(vectors + C + r, mask=(r >= 0) & (count > 0), other=0.0)
+    # Only last segments have incomplete chunks.
     for m in range(count):
         since_start = tl.load(vectors + r)
-        more = m + 1 < count
-        vectors += HV * 3 * C
-        next_of_chunk = tl.load(vectors + C - 1, mask=more, other=0.0)
-        next_own = tl.load(vectors + C + r, mask=(r >= 0) & more, other=0.0)
+        own = tl.load(vectors + C + r)
+        of_chunk = tl.load(vectors + C - 1 + tl.zeros([BV], tl.int32))
         W = tl.load(weights + r[:, None] * C + r[None, :])
-        v_at = v + offsets(vd, v_stride_d, r, v_stride_t, WIDE)
-        values = tl.load(v_at, mask=((vd < V) & (tile < V_TILES))[:, None], other=0.0)
+        wanted = ((vd < V) & (tile < V_TILES))[:, None]
+        values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, WIDE, BY_PRODUCT)
 
         KS = tl.zeros([BV, C], tl.float32)
         KS, k0 = _read_tile(k, S0, KS, r, kd, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
@@ -133,16 +142,16 @@ def segment_kernel(
         if NK > 3:
             kd3 = 3 * BK + kd
             KS, k3 = _read_tile(k, S3, KS, r, kd3, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
-        exact = values.to(tl.float32) - since_start[None, :] * KS
+        exact = values - since_start[None, :] * KS
+        exact = loaded_ahead(exact, own, own, of_chunk, NVIDIA)
         D = tl.dot(exact.to(W.dtype), tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
         S0, S1, S2, S3 = update_state(
-            S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk, NK, TWO_TERMS, PRECISION
+            S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk[:, None], NK, TWO_TERMS, PRECISION
         )
         k += C * k_stride_t * (HQ if L2NORM else 1)
         v += C * v_stride_t
         weights += HV * 2 * C * C
-        of_chunk = next_of_chunk
-        own = next_own
+        vectors += HV * 3 * C
 
     to = maps + tl.where(of_transition, V * K, HV * MAP)
     store_state(to, S0, S1, S2, S3, vd, K, 1, True, rows, K, BK, NK, False)

@@ -92,6 +92,34 @@ def load_keys(
 
 
 @triton.jit
+def load_values(
+    v, vd, r, wanted, stride_d, stride_t, WIDE: tl.constexpr, BY_PRODUCT: tl.constexpr
+):  # fmt: skip
+    """Columns vd of a chunk's v as rows, in float32; zero where they are not wanted.
+
+    BY_PRODUCT (of 16 bits): times the identity, which changes no bit. Only operands of products are
+    copied to shared memory chunks ahead and come from there in the layout of accumulators.
+    """
+    values = tl.load(v + offsets(vd, stride_d, r, stride_t, WIDE), mask=wanted, other=0.0)
+    if BY_PRODUCT:
+        identity = tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(values.dtype)
+        return tl.dot(values, identity)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def loaded_ahead(x, own, of_query, of_chunk, NVIDIA: tl.constexpr):
+    """x. The compiler takes it to be made of the others too, and x becomes an operand of a product:
+    so it loads them chunks ahead as well."""
+    if NVIDIA:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,r,r,r", [x, own[None, :], of_query[None, :], of_chunk[:, None]],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
 def update_state(
     S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk, NK: tl.constexpr, TWO_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
