@@ -231,8 +231,8 @@ def plan_gdn(
             vectors=pair, keys=dtype, out=dtype, ready=starts,
         ),
         scalars=dict(
-            chunks=chunks, tokens=T, sequences=sequences, scale=float(scale), **strides, **_strides("g", g),
-            **_strides("beta", beta),
+            chunks=chunks, tokens=T, sequences=sequences, scale=float(scale), **strides,
+            **_strides("g", g), **_strides("beta", beta),
         ),
         constants=dict(
             **shared, **tiles, HQ=Hq, HEADS=config.heads, BK=config.prepare_bk,

@@ -202,7 +202,7 @@ def _prepare_chunk(
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """HEADS value heads from the first on of a chunk; nothing but padding if there is no such chunk."""
+    """HEADS value heads of a chunk, from the first on; only padding if there is no such chunk."""
     HV: tl.constexpr = HQ * GROUP
     head = (first_head // GROUP).to(tl.int64)
     r = tl.arange(0, C)
@@ -316,9 +316,10 @@ def prepare_kernel(
             first_head = n % PARTS * HEADS
             _prepare_chunk(
                 chunk, first_head,
-                q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens, sequences,
-                scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h,
-                k_stride_d, g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
+                q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens,
+                sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
+                k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
+                beta_stride_b, beta_stride_t, beta_stride_h,
                 HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION,
                 SOLVE_PRECISION, WIDE, EXACT,
             )  # fmt: skip
@@ -330,9 +331,10 @@ def prepare_kernel(
         first_head = tl.program_id(0) % PARTS * HEADS
         _prepare_chunk(
             chunk, first_head,
-            q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens, sequences,
-            scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h,
-            k_stride_d, g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
+            q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens,
+            sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
+            k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
+            beta_stride_b, beta_stride_t, beta_stride_h,
             HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION, SOLVE_PRECISION,
             WIDE, EXACT,
         )  # fmt: skip

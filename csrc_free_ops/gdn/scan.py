@@ -74,8 +74,8 @@ def scan_kernel(
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
     SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr,  # 0, or of how many chunks at a time the prepare kernel says: they are there
-    PARTS: tl.constexpr,  # how often it says so for a chunk and a head of q
+    AHEAD: tl.constexpr,  # 0: all chunks are prepared; or of how many it is known at a time
+    PARTS: tl.constexpr,  # how often the prepare kernel counts a chunk of a head of q
     BY_PRODUCT: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if AHEAD == 0:

@@ -19,6 +19,7 @@ from csrc_free_ops.gdn.chunk_map import (
     sequence_bounds,
     wait_for_earlier_kernels,
 )
+from csrc_free_ops.gdn.prepare import offsets
 from csrc_free_ops.gdn.tiles import (
     load_given_state,
     load_keys,
@@ -120,7 +121,7 @@ def segment_kernel(
     vectors += (first_chunk * HV + v_head) * (3 * C)
 
     # Only last segments have incomplete chunks.
-    for m in range(count):
+    for _ in range(count):
         since_start = tl.load(vectors + r)
         own = tl.load(vectors + C + r)
         of_chunk = tl.load(vectors + C - 1 + tl.zeros([BV], tl.int32))

@@ -113,8 +113,8 @@ def loaded_ahead(x, own, of_query, of_chunk, NVIDIA: tl.constexpr):
     so it loads them chunks ahead as well."""
     if NVIDIA:
         return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r,r,r,r", [x, own[None, :], of_query[None, :], of_chunk[:, None]],
-            dtype=tl.float32, is_pure=True, pack=1,
+            "mov.b32 $0, $1;", "=r,r,r,r,r",
+            [x, own[None, :], of_query[None, :], of_chunk[:, None]], dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return x
 
