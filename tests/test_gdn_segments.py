@@ -72,6 +72,30 @@ def test_other_plans_have_no_more_launches(changes: dict[str, Any]) -> None:
     assert made.split is None and made.scan.constants["SPLIT"] is False
 
 
+def test_scan_of_few_programs_runs_beside_prepare() -> None:
+    made = plan(8192, Hq=16, Hv=32, cu_seqlens_dtype=None)
+    assert names(made) == ["chunk_map_kernel", "prepare_kernel", "scan_kernel"]
+    assert made.prepare is not None and made.prepare.grid[0] == 132
+    assert made.scan.grid[0] == 128 and made.counters == 128 // 8 * 16
+    assert plan(64, Hq=16, Hv=32).prepare.grid[0] == 16  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"N": 2}, {"Hv": 64}, {"device": DeviceFacts.of("sm_80")}, {"Hq": 2, "Hv": 8}, {"T": 0}],
+    ids=str,
+)
+def test_other_scans_start_after_prepare(changes: dict[str, Any]) -> None:
+    made = plan(**{"Hq": 16, "Hv": 32, **changes})
+    assert made.counters == 0 and made.scan.constants["AHEAD"] == 0
+
+
+def test_sequences_are_split_or_prepared_beside_the_scan() -> None:
+    config = default_config(128, 128, 4, torch.bfloat16, H200)._replace(chunks_ahead=8)
+    with pytest.raises(ValueError, match="config.chunks_ahead is 8; it must be 0 or None where"):
+        plan(config=config)
+
+
 @pytest.mark.parametrize("T", [4096, 8192, 32768, 131072])
 def test_scratch_of_split_sequences_is_small(T: int) -> None:
     """At most 160 bytes for each token and value head."""

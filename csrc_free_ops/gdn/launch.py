@@ -105,6 +105,15 @@ def segment_chunks(
     return max(_LEAST_SEGMENT, -(-chunks // segments))
 
 
+def chunks_ahead(programs: int, device: DeviceFacts) -> int:
+    """For how many chunks at a time a scan of so many programs waits; 0: for all of them.
+
+    It runs beside the prepare kernel where a program of each fits on every multiprocessor. More
+    programs would take the room of the prepare kernel's, which none of them can do without.
+    """
+    return _CHUNKS_AHEAD if device.has_pdl and programs <= device.multiprocessors else 0
+
+
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
     """Bytes of three tiles of keys and queries (of float32 in two parts), and of matrices."""
     tiles = 6 if dtype is torch.float32 else 3
@@ -190,10 +199,8 @@ def plan_gdn(
             f"config.chunks_ahead is {ahead}; it must be 0 or None where sequences are split"
         )
     if ahead is None:
-        is_beside = (
-            device.has_pdl and not is_split and sequences * Hv * v_tiles <= device.multiprocessors
-        )
-        ahead = _CHUNKS_AHEAD if is_beside and chunks else 0
+        ahead = 0 if is_split else chunks_ahead(sequences * Hv * v_tiles, device)
+    ahead *= chunks > 0
     exact = q.dtype is torch.float32
     tensor_cores = device.is_nvidia
     precision = "tf32x3" if exact and tensor_cores else "ieee"

@@ -312,7 +312,7 @@ def prepare_kernel(
         # all run by then, and wait for what they count here.
         let_next_kernel_start(PDL)
         for n in range(tl.program_id(0), chunks * PARTS, tl.num_programs(0)):
-            chunk = n.to(tl.int64) // PARTS
+            chunk = (tl.zeros((), tl.int64) + n) // PARTS
             first_head = n % PARTS * HEADS
             _prepare_chunk(
                 chunk, first_head,

@@ -114,7 +114,8 @@ def loaded_ahead(x, own, of_query, of_chunk, NVIDIA: tl.constexpr):
     if NVIDIA:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r,r,r,r",
-            [x, own[None, :], of_query[None, :], of_chunk[:, None]], dtype=tl.float32, is_pure=True, pack=1,
+            [x, own[None, :], of_query[None, :], of_chunk[:, None]],
+            dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     return x
 
