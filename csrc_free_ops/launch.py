@@ -24,6 +24,9 @@ class Pointer(NamedTuple):
 
 _COMPILED: dict[Any, Any] = {}  # (device index, specialization) -> Triton's compiled kernel
 _COMPILE_LOCKS: dict[Any, threading.Lock] = {}  # of each kernel: different ones may compile at once
+# Triton loads each kernel's launcher as a module of one name, and looks its function up by it: of
+# two threads that do so at once one can get the other's.
+_LOAD_LOCK = threading.Lock()
 _TRITON_TYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64",
     torch.uint8: "u8", torch.uint16: "u16",
@@ -102,7 +105,8 @@ class Launch:
                     compiled = self.kernel.warmup(
                         *tensors, *self._tail, grid=self.grid, **self.options
                     )
-                    compiled._init_handles()  # loads the module, which a capture may not do
+                    with _LOAD_LOCK:
+                        compiled._init_handles()  # loads the module, which a capture may not do
                 _COMPILED[key] = compiled
         self._launch = _launcher(compiled, self.grid, self._tail)
 

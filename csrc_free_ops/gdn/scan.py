@@ -78,7 +78,11 @@ def scan_kernel(
     PARTS: tl.constexpr,  # how often the prepare kernel counts a chunk of a head of q
     BY_PRODUCT: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD == 0:
+    if AHEAD:
+        # Instead of waiting for its end. Nothing else says that the multiprocessor's cache holds
+        # what earlier kernels wrote, the first of them in particular.
+        wait_for_count(ready, 1)
+    else:
         wait_for_earlier_kernels(PDL)
     let_next_kernel_start(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
