@@ -180,50 +180,59 @@ def scan_kernel(
             parts = tl.minimum(chunks - group * AHEAD, AHEAD) * PARTS
             wait_for_count(ready + group * HQ + q_head, parts.to(tl.int32))
             stop = tl.minimum((group + 1) * AHEAD - first_chunk, count).to(tl.int32)
+        # Where the loop ends the pointers are not: those of loads are chunks ahead in it.
+        first = tl.zeros((), tl.int64) + begun
+        q_at = q + first * C * q_stride_t
+        k_at = k + first * C * k_stride_t * (HQ if L2NORM else 1)
+        v_at = v + first * C * v_stride_t
+        out_at = out + first * C * HV * V
+        weights_at = weights + first * HV * 2 * C * C
+        vectors_at = vectors + first * HV * 3 * C
+        h_at = h + first * HV * V * K
         for m in range(begun, stop):
             token_ok = m * C + r < length
             if H_LAYOUT == 1:
                 wanted = h_row + m < rows
                 if SPLIT:
                     wanted &= (m > 0) | (before == 0)
-                store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
-                h += HV * V * K
+                store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
+                h_at += HV * V * K
 
             # What does not depend on S.
-            since_start = tl.load(vectors + r)
-            own = tl.load(vectors + C + r)
-            of_query = tl.load(vectors + 2 * C + r)
-            of_chunk = tl.load(vectors + C - 1 + tl.zeros([BV], tl.int32))
-            W = tl.load(weights + r[:, None] * C + r[None, :])
-            U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
+            since_start = tl.load(vectors_at + r)
+            own = tl.load(vectors_at + C + r)
+            of_query = tl.load(vectors_at + 2 * C + r)
+            of_chunk = tl.load(vectors_at + C - 1 + tl.zeros([BV], tl.int32))
+            W = tl.load(weights_at + r[:, None] * C + r[None, :])
+            U = tl.load(weights_at + C * C + r[:, None] * C + r[None, :])
             wanted = token_ok[None, :]
             if V % BV != 0:
                 wanted &= (vd < V)[:, None]
-            values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, WIDE, BY_PRODUCT)
+            values = load_values(v_at, vd, r, wanted, v_stride_d, v_stride_t, WIDE, BY_PRODUCT)
 
             KS = tl.zeros([BV, C], tl.float32)
             QS = tl.zeros([BV, C], tl.float32)
             KS, QS, k0 = _read_tile(
-                q, k, S0, KS, QS, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
-                K, BK, L2NORM, PRECISION, WIDE,
+                q_at, k_at, S0, KS, QS, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
+                k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
             k1 = k0
             k2 = k0
             k3 = k0
             if NK > 1:
                 KS, QS, k1 = _read_tile(
-                    q, k, S1, KS, QS, r, BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                    k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+                    q_at, k_at, S1, KS, QS, r, BK + kd, token_ok, q_stride_t, q_stride_d,
+                    k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
                 )  # fmt: skip
             if NK > 2:
                 KS, QS, k2 = _read_tile(
-                    q, k, S2, KS, QS, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                    k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+                    q_at, k_at, S2, KS, QS, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d,
+                    k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
                 )  # fmt: skip
             if NK > 3:
                 KS, QS, k3 = _read_tile(
-                    q, k, S3, KS, QS, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                    k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+                    q_at, k_at, S3, KS, QS, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d,
+                    k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
                 )  # fmt: skip
 
             exact = values - since_start[None, :] * KS
@@ -235,30 +244,31 @@ def scan_kernel(
             S0, S1, S2, S3 = update_state(
                 S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk[:, None], NK, TWO_TERMS, PRECISION
             )
-            out_at = out + offsets(vd, 1, r, HV * V, WIDE)
+            tile_at = out_at + offsets(vd, 1, r, HV * V, WIDE)
             out_ok = token_ok[None, :] & (vd < V)[:, None]
-            tl.store(out_at, O.to(out.dtype.element_ty), mask=out_ok)
+            tl.store(tile_at, O.to(out.dtype.element_ty), mask=out_ok)
 
             if H_LAYOUT == 2:
                 wanted = (m * C + C <= length) & (h_row + m < rows)
-                store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
-                h += HV * V * K
+                store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
+                h_at += HV * V * K
             if HAS_TRACK:
                 if tl.minimum(m * C + C, length) == track:
                     store_state(
                         kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True
                     )
-            q += C * q_stride_t
-            k += C * k_stride_t * (HQ if L2NORM else 1)
-            v += C * v_stride_t
-            out += C * HV * V
-            weights += HV * 2 * C * C
-            vectors += HV * 3 * C
+            q_at += C * q_stride_t
+            k_at += C * k_stride_t * (HQ if L2NORM else 1)
+            v_at += C * v_stride_t
+            out_at += C * HV * V
+            weights_at += HV * 2 * C * C
+            vectors_at += HV * 3 * C
         begun = stop
 
     if SPLIT and H_LAYOUT == 1:
         # What the next segment begins with was summed up in another order. Rows are as in compact.
         wanted = (h_row + count < rows) & (is_last == 0)
+        h += count.to(tl.int64) * (HV * V * K)
         store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
     if HAS_POOL:
         store_state(
