@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 import types
 from typing import Any
 
@@ -13,7 +15,7 @@ pytest.importorskip("triton")
 import triton
 
 from csrc_free_ops import launch as launch_module
-from csrc_free_ops.launch import compile_together
+from csrc_free_ops.launch import Launch, compile_together
 
 
 class Fake:
@@ -48,6 +50,43 @@ def test_an_error_of_one_is_raised() -> None:
     launches = [Fake(None), Fake(None, MemoryError("no room"))]
     with pytest.raises(MemoryError, match="no room"):
         compile_together(launches, 3)  # type: ignore[arg-type]
+
+
+def test_launchers_are_loaded_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    both_compiled = threading.Barrier(2)
+    loading: list[int] = []
+    most = 0
+
+    class Loaded:
+        run, function, packed_metadata = None, 5, (4, 1, 0)
+
+        def _init_handles(self) -> None:
+            nonlocal most
+            loading.append(1)
+            most = max(most, len(loading))
+            time.sleep(0.05)
+            loading.pop()
+
+    class Kernel:
+        arg_names: list[str] = []
+
+        def __init__(self, name: str) -> None:
+            self.fn = types.SimpleNamespace(__module__="tests", __qualname__=name)
+
+        def warmup(self, **_: Any) -> Loaded:
+            both_compiled.wait(timeout=10)
+            return Loaded()
+
+    monkeypatch.setattr("torch.cuda.device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(launch_module, "_COMPILED", {})
+    monkeypatch.setattr(launch_module, "driver", types.SimpleNamespace(active=_Active()))
+    nothing: dict[str, Any] = dict(grid=1, pointers={}, scalars={}, constants={}, options={})
+    compile_together([Launch(Kernel("one"), **nothing), Launch(Kernel("two"), **nothing)], 3)
+    assert most == 1
+
+
+class _Active:
+    get_current_stream = None
 
 
 class Compiled:

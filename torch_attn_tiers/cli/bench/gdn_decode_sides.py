@@ -165,7 +165,9 @@ def fla(inputs: StepInputs) -> list[StepSide]:
 
     def side(v_first: bool) -> StepSide:
         made: dict[int, Tensor] = {}
-        states = inputs.states if v_first else inputs.states.mT.contiguous()
+        states = inputs.states
+        if not v_first:  # of its own, which it only reads; `inputs.states` have moved on by now
+            states = inputs.first.mT.expand(inputs.sets, *inputs.first.mT.shape).contiguous()
 
         def call(i: int) -> Tensor:
             out, made[i] = fused_recurrent_gated_delta_rule(
