@@ -97,6 +97,8 @@ MODELS = {
     "phi-3-mini (head size 96)": Model(32, 32, 96, left_window=2046),
     "falcon-7b (one KV head)": Model(71, 1, 64),
     "deepseek (192 and 128)": Model(16, 16, 192, Dv=128, rows=(1, 4)),
+    "one tile": Model(8, 1, 64, dtypes=TWO, B=1, T=128),
+    "one tile of head size 80": Model(32, 8, 80, rows=(1, 32), B=4, T=50, left_window=20),
     "bool mask": Model(32, 8, 128, mask=torch.bool),
     "additive mask, everything on": Model(
         32, 8, 128, dtypes=TWO, rows=(4,), mask=torch.float32, sinks=torch.float32, softcap=30.0,
@@ -115,6 +117,8 @@ MODELS = {
     "float8, head size 80": Model(32, 32, 80, dtypes=(torch.float16,), float8=True),
     "float8, deepseek (192 and 128)": Model(16, 16, 192, Dv=128, float8=True),
     "float8, odd head sizes": Model(8, 8, 33, Dv=31, float8=True),
+    "float8, one tile": Model(8, 8, 128, T=64, float8=True),
+    "float8, one tile of odd head sizes": Model(8, 8, 33, Dv=31, T=64, float8=True),
     "float8, additive mask, everything on": Model(
         32, 8, 128, rows=(4,), mask=torch.float32, sinks=torch.float32, softcap=30.0,
         left_window=511, lengths=False, float8=True,

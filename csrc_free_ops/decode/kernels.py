@@ -8,8 +8,9 @@ knows. Tiles are dealt out to programs in one of two ways:
   list, and every program takes a contiguous *share* of them, equal to the others' up to one tile.
   One loop runs through the share, across the ends of tasks, so that the loads of the next task are
   under way while the last one is finished.
-* otherwise a program is one split of one task: an equal part of the tiles that the task sees, or,
-  with ``SPLIT_TILES > 0``, those of a fixed run of ``SPLIT_TILES`` tiles that it sees.
+* otherwise a program is one split of one task: a share of the tiles that the task sees, or,
+  with ``SPLIT_TILES > 0``, those of a fixed run of ``SPLIT_TILES`` tiles that it sees. Which task
+  that is does not wait for lengths.
 
 A task that lies within one program is finished there. Of any other task each program writes its
 *part* to a *slot* of scratch and then adds to the task's counter: the part's tiles where
@@ -309,6 +310,13 @@ def _shares(total, programs):
 
 
 @triton.jit
+def _shares_by_reciprocal(total, programs, reciprocal):
+    """`_shares` for 2**31 / programs rounded up; exact while total * programs < 2**31."""
+    size = tl.umulhi(2 * total, reciprocal)
+    return Shares(total - size * programs, size)
+
+
+@triton.jit
 def _share_begin(shares, program):
     """The position at which a program's share begins."""
     return program * shares.size + tl.minimum(program, shares.more)
@@ -333,6 +341,20 @@ def _pick(pair, i):
 def _base(b, head, stride_b, stride_h):
     """Offset of a batch row and head, in 64 bits."""
     return b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+
+
+@triton.jit
+def _prefetch_rows(rows, count, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Asks for the first ``BLOCK`` of ``count`` rows of SIZE elements to come to the L2."""
+    LINE: tl.constexpr = 128 * 8 // rows.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((SIZE + LINE - 1) // LINE)
+    row = tl.minimum(tl.arange(0, BLOCK), count - 1).to(tl.int64)
+    column = tl.minimum(tl.arange(0, LINES) * LINE, SIZE - 1)
+    ptrs = rows + row[:, None] * stride + column[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -455,7 +477,7 @@ def _merge_parts(
     do_not_specialize=[
         "batch", "kv_heads", "group", "q_len", "capacity", "mask_len",
         "past", "left", "right",
-        "splits", "slots",
+        "splits", "splits_reciprocal", "slots",
         "k_scale_stride", "v_scale_stride",
     ],
     do_not_specialize_on_alignment=["lengths", "sinks", "k_scales", "v_scales"],
@@ -478,6 +500,7 @@ def split_kv_kernel(
     past, left, right,
     # Schedule.
     splits,  # programs a task; 1 where BALANCED
+    splits_reciprocal,  # 2**31 / splits, rounded up; not used for 1
     slots,  # parts that scratch has room for
     # Logits: scale is multiplied by log2(e) unless NATURAL.
     scale, softcap,
@@ -496,6 +519,8 @@ def split_kv_kernel(
     # Schedule.
     BALANCED: tl.constexpr,
     SPLIT_TILES: tl.constexpr,  # tiles of a split at fixed positions; 0 for equal splits
+    ONE_ROW_TILE: tl.constexpr,  # all query rows of a KV head are one task
+    ONE_TILE: tl.constexpr,  # a program is a task of one tile
     # Merge: rows of a part, parts at a time. Without MERGE no task has two parts.
     MERGE: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
     # What the problem has.
@@ -527,10 +552,41 @@ def split_kv_kernel(
 
     program = tl.program_id(0)
     rows_total = group * q_len
+
+    # ---- What does not wait for lengths, while an earlier kernel may still run.
+    if ONE_ROW_TILE:
+        row_tile = 0
+        s_first = 0
+        s_last = q_len - 1
+    if not BALANCED:
+        task = program // splits
+        split = program - task * splits
+        if ONE_ROW_TILE:
+            b = task // kv_heads
+            h = task - b * kv_heads
+        else:
+            row_tiles = tl.cdiv(rows_total, BLOCK_M)
+            in_row = task % (kv_heads * row_tiles)
+            b = task // (kv_heads * row_tiles)
+            h = in_row // row_tiles
+            row_tile = in_row - h * row_tiles
+            s_first = row_tile * BLOCK_M // group
+            s_last = tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1)
+        q_base = _base(b, h * group, q_stride_b, q_stride_h)
+        k_base = _base(b, h, k_stride_b, k_stride_h)
+        v_base = _base(b, h, v_stride_b, v_stride_h)
     if PDL:
         # Before this point nothing touches memory that an earlier kernel may still write.
-        tl_cuda.gdc_wait()
+        if BALANCED:
+            tl_cuda.gdc_wait()
+        elif h < kv_heads:  # always; without a condition the compiler would wait before it divides
+            tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        if ONE_TILE and HAS_LENGTHS:
+            # The only tile is on its way to the L2 while the length is.
+            V_SIZE: tl.constexpr = DV // 2 if V_WORDS else DV
+            _prefetch_rows(key + k_base, capacity, k_stride_t, D, BLOCK_N)
+            _prefetch_rows(value + v_base, capacity, v_stride_t, V_SIZE, BLOCK_N)
 
     # ---- Which tiles: positions [begin, end); position i is key tile i + shift of the task.
     if BALANCED:
@@ -545,8 +601,6 @@ def split_kv_kernel(
         begin = _share_begin(shares, program)
         end = _share_begin(shares, program + 1)
 
-        row_tile = 0
-        s_last = q_len - 1
         first = tl.minimum(begin, total - 1)  # a program without a share stands at the last tile
         b, row_start, n = _batch_row_of(first, cumulated, work, n_all, BLOCK_B)
         lo, hi = _key_bounds(n, 0, s_last, window, RULES)
@@ -554,18 +608,12 @@ def split_kv_kernel(
         h = (first - row_start) // tiles
         task_end = row_start + (h + 1) * tiles
         shift = first_tile - (row_start + h * tiles)
+        q_base = _base(b, h * group, q_stride_b, q_stride_h)
+        k_base = _base(b, h, k_stride_b, k_stride_h)
+        v_base = _base(b, h, v_stride_b, v_stride_h)
         b_first, h_first, tiles_first, end_first = b, h, tiles, task_end
     else:
-        row_tiles = tl.cdiv(rows_total, BLOCK_M)
-        task = program // splits
-        split = program - task * splits
-        in_row = task % (kv_heads * row_tiles)
-        b = task // (kv_heads * row_tiles)
-        h = in_row // row_tiles
-        row_tile = in_row - h * row_tiles
         n = _valid_length(lengths, b, capacity, True, HAS_LENGTHS)
-        s_first = row_tile * BLOCK_M // group
-        s_last = tl.minimum((row_tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1)
         lo, hi = _key_bounds(n, s_first, s_last, window, RULES)
         first_tile, tiles = _tiles(lo, hi, BLOCK_N)
         if SPLIT_TILES > 0:
@@ -573,12 +621,18 @@ def split_kv_kernel(
             last_part = (first_tile + tiles - 1) // SPLIT_TILES
             begin = tl.maximum(split * SPLIT_TILES, first_tile)
             end = tl.minimum((split + 1) * SPLIT_TILES, first_tile + tiles)
+        elif ONE_TILE:
+            first_part, last_part = 0, 0
+            begin, end = 0, splits  # which is 1: a loop that is known to run once is not pipelined
+        elif not MERGE:
+            first_part, last_part = 0, 0
+            begin, end = first_tile, first_tile + tiles
         else:
-            split_tiles = tl.cdiv(tiles, splits)
+            shares = _shares_by_reciprocal(tiles, splits, splits_reciprocal)
             first_part = 0
-            last_part = (tiles - 1) // split_tiles
-            begin = first_tile + split * split_tiles
-            end = tl.minimum(begin + split_tiles, first_tile + tiles)
+            last_part = tl.minimum(tiles, splits) - 1
+            begin = first_tile + _share_begin(shares, split)
+            end = first_tile + _share_begin(shares, split + 1)
         shift = 0
 
     # ---- Query rows: row r is query position r // group of query head h * group + r % group.
@@ -610,9 +664,6 @@ def split_kv_kernel(
 
     m, l, acc, seen = _empty_rows(BLOCK_M, V_COLUMNS)
     task_begin = begin  # of this share's part of the current task
-    q_base = _base(b, h * group, q_stride_b, q_stride_h)
-    k_base = _base(b, h, k_stride_b, k_stride_h)
-    v_base = _base(b, h, v_stride_b, v_stride_h)
     factor = scale
     if FLOAT8:
         acc_odd = tl.zeros([BLOCK_M, V_COLUMNS], tl.float32)
@@ -653,7 +704,12 @@ def split_kv_kernel(
         key_row = tl.maximum(key_row, -t0)[:, None]
         if not NARROW_ROWS:
             key_row = key_row.to(tl.int64)
-        q_tile = _load_columns(q_ptrs + q_base, D, BLOCK_D)
+        q_offset = q_base
+        if ONE_ROW_TILE and not BALANCED and SPLIT_TILES == 0:
+            # Adds 0. What does not change in the loop Triton loads ahead of it, and waits for it
+            # before it asks for the first keys.
+            q_offset += (i >> 31) * BLOCK_D
+        q_tile = _load_columns(q_ptrs + q_offset, D, BLOCK_D)
         k_ptrs = k_columns + (k_base + wide_t * k_stride_t) + key_row * k_stride_t
         k_tile = _load_columns(k_ptrs, D, BLOCK_D)
         v_ptrs = v_columns + (v_base + wide_t * v_stride_t) + key_row * v_stride_t

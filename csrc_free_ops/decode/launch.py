@@ -41,6 +41,7 @@ class SplitKVConfig(NamedTuple):
     num_stages: int
     programs_per_multiprocessor: int
     max_registers: int | None = None  # a thread; fewer let more programs share a multiprocessor
+    balanced: bool | None = None  # the schedule (see the kernel); None for what shapes suggest
 
 
 def default_config(
@@ -280,6 +281,10 @@ def plan_split_kv(
         out_stride: element strides (batch, head, query row) of the output; None for contiguous
             ``[B,Hq,Sq,Dv]``.
         config: the tile shape, by default ``default_config``.
+
+    Raises:
+        ValueError: ``config.balanced`` is True where ``batch_invariant`` or the number of query
+            rows rules that schedule out.
     """
     batch, q_heads, q_len, _d = query.shape
     _, kv_heads, capacity, dv = value.shape
@@ -402,6 +407,8 @@ class _Schedule(NamedTuple):
     balanced: bool = False
     splits: int = 1  # programs a task, if not balanced
     split_tiles: int = 0  # tiles of a split that lies at a fixed position; 0 for equal splits
+    one_row_tile: bool = True  # all query rows of a KV head are one task
+    one_tile: bool = False  # a program is a task of one tile; never if balanced
 
     @property
     def merges(self) -> bool:
@@ -415,7 +422,13 @@ def _schedule(problem: _Problem, config: SplitKVConfig, device: DeviceFacts) -> 
     tasks = problem.kv_tasks * row_tiles
     tiles = max(1, _cdiv(problem.value.shape[2], config.block_n))
     places = device.multiprocessors * config.programs_per_multiprocessor
-    if row_tiles == 1 and not problem.batch_invariant:
+    can_balance = row_tiles == 1 and not problem.batch_invariant
+    balanced = config.balanced
+    if balanced is None:
+        balanced = can_balance and not _splits_evenly(problem, tasks, tiles, places)
+    if balanced:
+        if not can_balance:
+            raise ValueError("a balanced schedule takes one tile of rows, and no batch_invariant")
         programs = _programs(tasks, tiles, places)
         # A share has at most two parts of tasks that it does not finish: its first and its last.
         return _Schedule(tasks, programs, slots=2 * programs, balanced=True)
@@ -424,9 +437,29 @@ def _schedule(problem: _Problem, config: SplitKVConfig, device: DeviceFacts) -> 
         splits = _cdiv(tiles, split_tiles)
     else:
         split_tiles = 0
-        splits = min(max(places // max(tasks, 1), 1), tiles)
+        # The last bound is that of an exact division in the kernel (`_shares_by_reciprocal`).
+        splits = min(max(places // max(tasks, 1), 1), tiles, _INT32_MAX // tiles)
     programs = tasks * splits
-    return _Schedule(tasks, programs, slots=programs, splits=splits, split_tiles=split_tiles)
+    return _Schedule(
+        tasks,
+        programs,
+        slots=programs,
+        splits=splits,
+        split_tiles=split_tiles,
+        one_row_tile=row_tiles == 1,
+        one_tile=tiles == 1 and not problem.batch_invariant,
+    )
+
+
+def _splits_evenly(problem: _Problem, tasks: int, tiles: int, places: int) -> bool:
+    """Whether shapes alone tell that equal splits of every task balance the work.
+
+    That takes tasks of equally many tiles, whatever the lengths are. The largest split is then what
+    the largest share would be, and which task it belongs to need not be found from the lengths.
+    """
+    is_equal = problem.value.shape[0] == 1 or problem.lengths_dtype is None or tiles == 1
+    programs = _programs(tasks, tiles, places)
+    return is_equal and tasks <= places and programs % max(tasks, 1) == 0
 
 
 def _programs(tasks: int, tiles: int, places: int) -> int:
@@ -518,6 +551,7 @@ def _scalars(problem: _Problem, schedule: _Schedule) -> dict[str, int | float]:
         left=problem.left or 0,
         right=problem.right or 0,
         splits=schedule.splits,
+        splits_reciprocal=_cdiv(2**31, schedule.splits) if schedule.splits > 1 else 0,
         slots=schedule.slots,
         scale=problem.scale if natural else problem.scale * math.log2(math.e),
         softcap=float(problem.softcap) if problem.softcap > 0 else 1.0,
@@ -557,6 +591,8 @@ def _constants(
         STAGES=config.num_stages,
         BALANCED=schedule.balanced,
         SPLIT_TILES=schedule.split_tiles,
+        ONE_ROW_TILE=schedule.one_row_tile,
+        ONE_TILE=schedule.one_tile,
         MERGE=schedule.merges,
         ROWS=merge.rows,
         UNROLL=merge.unroll,
