@@ -4,7 +4,8 @@
     python benchmarks/split_kv_configs.py --cases mha_b8_4k --configs 64,4,3,2 128,8,3,1
     python benchmarks/split_kv_configs.py --kv-dtype float8_e4m3fn
 
-A shape is BLOCK_N, warps, stages, programs a multiprocessor and, if wanted, registers a thread.
+A shape is BLOCK_N, warps, stages, programs a multiprocessor and, if wanted, registers a thread;
+"balanced" or "split" after them forces a schedule (see `csrc_free_ops/decode/kernels.py`).
 `default_config` in `csrc_free_ops/decode/launch.py` was written from such runs. The kernel alone
 is timed: no operator, no choice of tiers. Kernels compile in parallel before anything is timed.
 """
@@ -39,6 +40,7 @@ FLOAT8 = [
     "128,8,3,1", "128,8,2,2,128", "256,8,2,1", "256,8,3,1",
 ]  # fmt: skip
 FLOAT8_WIDE = ["64,4,3,2", "64,8,2,2,128", "128,8,2,2,128", "128,8,2,1", "128,8,3,1", "64,8,3,1"]
+SCHEDULES = {"balanced": True, "split": False}
 WIDE = ["32,4,3,2", "32,4,4,1", "64,4,2,2", "64,8,2,2,128", "64,8,3,1", "64,4,3,1"]
 
 
@@ -110,8 +112,15 @@ def plan_for(case: Case, shape: str, kv_dtype: torch.dtype) -> SplitKVPlan:
         k_scale=scale,
         v_scale=scale,
         scale=case.scale,
-        config=SplitKVConfig(16, *map(int, shape.split(","))),
+        config=config_of(shape),
     )
+
+
+def config_of(shape: str) -> SplitKVConfig:
+    *sizes, last = shape.split(",")
+    if last in SCHEDULES:
+        return SplitKVConfig(16, *map(int, sizes))._replace(balanced=SCHEDULES[last])
+    return SplitKVConfig(16, *map(int, shape.split(",")))
 
 
 def build(job: tuple[str, str], kv_dtype: torch.dtype) -> str | None:
