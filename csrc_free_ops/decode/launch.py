@@ -78,13 +78,14 @@ def default_config(
         choices = _float8_preferences(rows, widest, tasks, capacity)
     else:
         choices = _preferences(rows, widest, itemsize, tasks, capacity)
-    for smaller in (
+    steps: tuple[dict[str, Any], ...] = (
         dict(num_stages=2),
         dict(block_n=_KEY_ELEMENTS // widest // 2),
         dict(block_n=16),
         dict(block_m=16),
         dict(num_stages=1),
-    ):
+    )
+    for smaller in steps:
         choices.append(choices[-1]._replace(**smaller))
     for config in choices:
         bound = shared_memory_bound(config, d, dv, itemsize, cache_itemsize, mask_itemsize)
