@@ -76,7 +76,7 @@ def test_scan_of_few_programs_runs_beside_prepare() -> None:
     made = plan(8192, Hq=16, Hv=32, cu_seqlens_dtype=None)
     assert names(made) == ["chunk_map_kernel", "prepare_kernel", "scan_kernel"]
     assert made.prepare is not None and made.prepare.grid[0] == 132
-    assert made.scan.grid[0] == 128 and made.counters == 128 // 8 * 16
+    assert made.scan.grid[0] == 128 and made.counters == 128 // 16 * 16
     assert plan(64, Hq=16, Hv=32).prepare.grid[0] == 16  # type: ignore[union-attr]
 
 
@@ -87,7 +87,7 @@ def test_scan_of_few_programs_runs_beside_prepare() -> None:
 )
 def test_other_scans_start_after_prepare(changes: dict[str, Any]) -> None:
     made = plan(**{"Hq": 16, "Hv": 32, **changes})
-    assert made.counters == 0 and made.scan.constants["AHEAD"] == 0
+    assert made.counters == 0 and made.scan.constants["BESIDE"] is False
 
 
 def test_sequences_are_split_or_prepared_beside_the_scan() -> None:

@@ -72,11 +72,11 @@ def chunk_map_kernel(
     BLOCK: tl.constexpr,
     HAS_CU: tl.constexpr,
     HAS_H_STARTS: tl.constexpr,
-    AHEAD: tl.constexpr,
+    BESIDE: tl.constexpr,  # the scan runs beside the prepare kernel
     PDL: tl.constexpr,
 ):
     wait_for_earlier_kernels(PDL)
-    if AHEAD:
+    if BESIDE:
         for at in range(0, counters, BLOCK):
             n = at + tl.arange(0, BLOCK)
             tl.store(ready + n, tl.zeros([BLOCK], tl.int32), mask=n < counters)

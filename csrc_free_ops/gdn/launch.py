@@ -22,7 +22,6 @@ C = 64  # tokens of a chunk
 _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
 _SEGMENT_MAP_BLOCK = 128  # sequences, or segments, of the segment map at a time
 _LEAST_SEGMENT = 16  # chunks, below which starting a segment takes longer than going through it
-_CHUNKS_AHEAD = 8  # enough for the loads of the first to weigh little
 _CHAIN_BV = 16  # columns of S of a program of the chain
 _INDICES = ("read_indices", "write_indices", "track_lens", "track_indices")
 _H_LAYOUTS = {None: 0, "fla": 1, "compact": 2}
@@ -105,13 +104,16 @@ def segment_chunks(
     return max(_LEAST_SEGMENT, -(-chunks // segments))
 
 
-def chunks_ahead(programs: int, device: DeviceFacts) -> int:
+def chunks_ahead(programs: int, chunks: int, device: DeviceFacts) -> int:
     """For how many chunks at a time a scan of so many programs waits; 0: for all of them.
 
     It runs beside the prepare kernel where a program of each fits on every multiprocessor. More
-    programs would take the room of the prepare kernel's, which none of them can do without.
+    programs would take the room of the prepare kernel's, which none of them can do without. Until
+    the first chunks are there the scan waits 1.6 us for each, and later 2.5 us each time (H200).
     """
-    return _CHUNKS_AHEAD if device.has_pdl and programs <= device.multiprocessors else 0
+    if not device.has_pdl or programs > device.multiprocessors:
+        return 0
+    return 8 if chunks <= 64 else 16 if chunks <= 256 else 32
 
 
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
@@ -199,8 +201,9 @@ def plan_gdn(
             f"config.chunks_ahead is {ahead}; it must be 0 or None where sequences are split"
         )
     if ahead is None:
-        ahead = 0 if is_split else chunks_ahead(sequences * Hv * v_tiles, device)
+        ahead = 0 if is_split else chunks_ahead(sequences * Hv * v_tiles, chunks, device)
     ahead *= chunks > 0
+    beside = ahead > 0
     exact = q.dtype is torch.float32
     tensor_cores = device.is_nvidia
     precision = "tf32x3" if exact and tensor_cores else "ieee"
@@ -226,7 +229,7 @@ def plan_gdn(
         grid=1,
         pointers=dict(cu_seqlens=cu, chunk_starts=starts, h_cu_starts=h_starts, ready=starts),
         scalars=dict(tokens=T, sequences=sequences, counters=counters),
-        constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact", AHEAD=ahead),
+        constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact", BESIDE=beside),
         options=_options(device, 4),
     )
     prepare = Launch(
@@ -238,13 +241,14 @@ def plan_gdn(
             vectors=pair, keys=dtype, out=dtype, ready=starts,
         ),
         scalars=dict(
-            chunks=chunks, tokens=T, sequences=sequences, scale=float(scale), **strides,
+            chunks=chunks, ahead=ahead, tokens=T, sequences=sequences, scale=float(scale),
+            **strides,
             **_strides("g", g), **_strides("beta", beta),
         ),
         constants=dict(
             **shared, **tiles, HQ=Hq, HEADS=config.heads, BK=config.prepare_bk,
             NK=-(-K // config.prepare_bk), BLOCK_V=_pow2(V),
-            SOLVE_PRECISION=solve_precision, EXACT=exact, AHEAD=ahead,
+            SOLVE_PRECISION=solve_precision, EXACT=exact, BESIDE=beside,
         ),
         options=_options(device, config.prepare_warps, 1, config.prepare_registers),
     )  # fmt: skip
@@ -273,14 +277,15 @@ def plan_gdn(
             **{name: (indices.get(name) or torch.int32, False) for name in _INDICES},
         ),
         scalars=dict(
-            tokens=T, chunks=chunks, rows=h_rows, places=places, **strides, **_strides("v", v),
+            tokens=T, chunks=chunks, ahead=ahead, rows=h_rows, places=places, **strides,
+            **_strides("v", v),
             **states,
         ),
         constants=dict(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            AHEAD=ahead, PARTS=Hv // Hq // config.heads,
+            BESIDE=beside, PARTS=Hv // Hq // config.heads,
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip

@@ -51,7 +51,7 @@ def _read_tile(
     return KS, QS, k_tile
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
+@triton.jit(do_not_specialize=["tokens", "chunks", "ahead", "rows", "places"])
 def scan_kernel(
     q, k, v,
     initial_state,  # with SPLIT the maps of segments.py
@@ -63,7 +63,9 @@ def scan_kernel(
     final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
     h_cu_starts, read_indices, write_indices, track_lens, track_indices,
-    tokens, chunks, rows, places,
+    tokens, chunks,
+    ahead,  # how many chunks are waited for at a time
+    rows, places,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     v_stride_b, v_stride_t, v_stride_h, v_stride_d, s_stride_n, s_stride_h, s_stride_v, s_stride_k,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -74,11 +76,11 @@ def scan_kernel(
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
     SPLIT: tl.constexpr,
-    AHEAD: tl.constexpr,  # 0: all chunks are prepared; or of how many it is known at a time
+    BESIDE: tl.constexpr,  # it runs beside the prepare kernel; else all chunks are prepared
     PARTS: tl.constexpr,  # how often the prepare kernel counts a chunk of a head of q
     BY_PRODUCT: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if AHEAD:
+    if BESIDE:
         # Instead of waiting for its end. Nothing else says that the multiprocessor's cache holds
         # what earlier kernels wrote, the first of them in particular.
         wait_for_count(ready, 1)
@@ -171,15 +173,15 @@ def scan_kernel(
     begun = tl.zeros((), tl.int32)
     stop = count
     groups = 1
-    if AHEAD:
-        groups = ((first_chunk + count - 1) // AHEAD - first_chunk // AHEAD + 1).to(tl.int32)
+    if BESIDE:
+        groups = ((first_chunk + count - 1) // ahead - first_chunk // ahead + 1).to(tl.int32)
         groups = tl.where(count > 0, groups, 0)
     for n in range(groups):
-        if AHEAD:
-            group = first_chunk // AHEAD + n
-            parts = tl.minimum(chunks - group * AHEAD, AHEAD) * PARTS
+        if BESIDE:
+            group = first_chunk // ahead + n
+            parts = tl.minimum(chunks - group * ahead, ahead) * PARTS
             wait_for_count(ready + group * HQ + q_head, parts.to(tl.int32))
-            stop = tl.minimum((group + 1) * AHEAD - first_chunk, count).to(tl.int32)
+            stop = tl.minimum((group + 1) * ahead - first_chunk, count).to(tl.int32)
         # Where the loop ends the pointers are not: those of loads are chunks ahead in it.
         first = tl.zeros((), tl.int64) + begun
         q_at = q + first * C * q_stride_t
@@ -277,6 +279,6 @@ def scan_kernel(
     elif HAS_FINAL:
         last = final_state + (i * HV + v_head) * V * K
         store_state(last, S0, S1, S2, S3, vd, K, 1, is_last, V, K, BK, NK, False)
-    if AHEAD:
+    if BESIDE:
         # This kernel has ended means that the one before it has: later ones rely on it.
         wait_for_earlier_kernels(PDL)
