@@ -40,35 +40,67 @@ def _blocks_of_16(A, below: tl.constexpr):
 
 
 @triton.jit
-def _double_within_16(X, A, n: tl.constexpr, PRECISION: tl.constexpr):
-    """From the inverses X of blocks of n rows those of 2n: their bottom left is -X A X."""
+def _paired(x, PRECISION: tl.constexpr):
+    """Columns of each 8 in the order 0, 2, 4, 6, 1, 3, 5, 7.
+
+    In this order the product of a dot in TF32 is an operand of the next without exchanges between
+    threads: the left one as it is, the right one transposed.
+    """
+    if PRECISION == "ieee":
+        return x
+    if len(x.shape) == 2:
+        pairs = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), [0, 1, 3, 2])
+    else:
+        pairs = tl.permute(
+            tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 8, 4, 2]), [0, 1, 2, 4, 3]
+        )
+    return tl.reshape(pairs, x.shape)
+
+
+@triton.jit
+def _product_16(x, y, PRECISION: tl.constexpr):
+    """x Y of blocks [4, 16, 16], where y is the transpose of Y."""
+    y = tl.permute(_paired(y, PRECISION), [0, 2, 1])
+    return tl.dot(_paired(x, PRECISION), y, input_precision=PRECISION)
+
+
+@triton.jit
+def _double_within_16(X, XT, A, n: tl.constexpr, PRECISION: tl.constexpr):
+    """From the inverses X of blocks of n rows those of 2n: their bottom left is -X A X.
+
+    XT is the transpose of X: with it all operands are where they are needed.
+    """
     row = tl.arange(0, 16)[None, :, None]
     column = tl.arange(0, 16)[None, None, :]
     is_corner = (row // (2 * n) == column // (2 * n)) & (row // n > column // n)
-    right = tl.dot(tl.where(is_corner, A, 0.0), X, input_precision=PRECISION)
-    return X - tl.dot(X, right, input_precision=PRECISION)
+    right = _product_16(XT, tl.where(is_corner, A, 0.0), PRECISION)  # transposed
+    return X - _product_16(X, right, PRECISION), XT - _product_16(right, X, PRECISION)
 
 
 @triton.jit
 def _invert_16(A, PRECISION: tl.constexpr):
-    """(I + A)^-1 of the strictly lower triangles of [4, 16, 16]: I - A of blocks of 2 rows."""
+    """(I + A)^-1 of the strictly lower triangles of [4, 16, 16] and its transpose.
+
+    Of blocks of 2 rows it is I - A.
+    """
     row = tl.arange(0, 16)[None, :, None]
     column = tl.arange(0, 16)[None, None, :]
     X = tl.where(row // 2 == column // 2, tl.where(row > column, -A, 1.0), 0.0)
     X = tl.where(row < column, 0.0, X)
-    X = _double_within_16(X, A, 2, PRECISION)
-    X = _double_within_16(X, A, 4, PRECISION)
-    return _double_within_16(X, A, 8, PRECISION)
+    XT = tl.permute(X, [0, 2, 1])
+    X, XT = _double_within_16(X, XT, A, 2, PRECISION)
+    X, XT = _double_within_16(X, XT, A, 4, PRECISION)
+    return _double_within_16(X, XT, A, 8, PRECISION)
 
 
 @triton.jit
-def _double_16(X, A, PRECISION: tl.constexpr):
+def _double_16(X, XT, A, PRECISION: tl.constexpr):
     """From the inverses [4, 16, 16] of blocks those of two, as [64, 64]."""
     second = tl.arange(0, 2)[None, :, None, None]
-    firsts = tl.sum(tl.where(second == 0, tl.reshape(X, [2, 2, 16, 16]), 0.0), 1)
+    firsts = tl.sum(tl.where(second == 0, tl.reshape(XT, [2, 2, 16, 16]), 0.0), 1)
     firsts = tl.broadcast_to(firsts[:, None, :, :], [2, 2, 16, 16])
-    right = tl.dot(_blocks_of_16(A, 1), tl.reshape(firsts, [4, 16, 16]), input_precision=PRECISION)
-    corner = tl.dot(X, right, input_precision=PRECISION)
+    right = _product_16(tl.reshape(firsts, [4, 16, 16]), _blocks_of_16(A, 1), PRECISION)
+    corner = _product_16(X, right, PRECISION)
     row = tl.arange(0, 4)[:, None, None, None]
     column = tl.arange(0, 4)[None, None, :, None]
     is_corner = (row == column + 1) & (row % 2 == 1)
@@ -85,10 +117,17 @@ def halves(x):
 
 
 @triton.jit
+def _product_64(x, y, PRECISION: tl.constexpr):
+    """x y of matrices of 64 rows, of which x has been left in registers by a dot."""
+    y = tl.trans(_paired(tl.trans(y), PRECISION))
+    return tl.dot(_paired(x, PRECISION), y, input_precision=PRECISION)
+
+
+@triton.jit
 def _double_32(X, A, PRECISION: tl.constexpr):
     """From the inverses X [64, 64] of two blocks of 32 rows that of both."""
     left, right = halves(X)  # below the first 32 rows the left half is zero still
-    corner = tl.dot(X, tl.dot(A, left, input_precision=PRECISION), input_precision=PRECISION)
+    corner = _product_64(X, _product_64(A, left, PRECISION), PRECISION)
     left -= tl.where(tl.arange(0, 64)[:, None] >= 32, corner, 0.0)
     return tl.reshape(tl.permute(tl.join(left, right), [0, 2, 1]), [64, 64])
 
@@ -100,8 +139,8 @@ def invert_unit_lower_64(A, PRECISION: tl.constexpr):
     Above the diagonal A must be zero. Powers of A, the other way to do it by products, grow far
     beyond the result where keys are long, and cancel.
     """
-    X = _invert_16(_blocks_of_16(A, 0), PRECISION)
-    return _double_32(_double_16(X, A, PRECISION), A, PRECISION)
+    X, XT = _invert_16(_blocks_of_16(A, 0), PRECISION)
+    return _double_32(_double_16(X, XT, A, PRECISION), A, PRECISION)
 
 
 @triton.jit
@@ -275,7 +314,7 @@ def _prepare_chunk(
             q, k, q_tile, k_tile, q_factor, k_factor, r, token_ok, q_stride_t, q_stride_d,
             k_stride_t, k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE,
         )  # fmt: skip
-        U = tl.dot(decay * QK * scale, T, input_precision=SOLVE_PRECISION)
+        U = _product_64(decay * QK * scale, T, SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
         since_start = tl.exp2(G)
         vectors_at = vectors + (chunk * HV + h) * (3 * C) + r
