@@ -32,14 +32,6 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _blocks_of_16(A, below: tl.constexpr):
-    """The blocks [4, 16, 16] on the diagonal of a matrix [64, 64], or that many below it."""
-    row = tl.arange(0, 4)[:, None, None, None]
-    column = tl.arange(0, 4)[None, None, :, None]
-    return tl.sum(tl.where(row == column + below, tl.reshape(A, [4, 16, 4, 16]), 0.0), 2)
-
-
-@triton.jit
 def _paired(x, PRECISION: tl.constexpr):
     """Columns of each 8 in the order 0, 2, 4, 6, 1, 3, 5, 7.
 
@@ -94,18 +86,22 @@ def _invert_16(A, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _double_16(X, XT, A, PRECISION: tl.constexpr):
-    """From the inverses [4, 16, 16] of blocks those of two, as [64, 64]."""
+def _double_16(X, XT, below, PRECISION: tl.constexpr):
+    """From the inverses [4, 16, 16] of blocks those of two, as the halves [64, 32] of a matrix.
+
+    ``below`` are the blocks of A below those on the diagonal.
+    """
     second = tl.arange(0, 2)[None, :, None, None]
     firsts = tl.sum(tl.where(second == 0, tl.reshape(XT, [2, 2, 16, 16]), 0.0), 1)
     firsts = tl.broadcast_to(firsts[:, None, :, :], [2, 2, 16, 16])
-    right = _product_16(tl.reshape(firsts, [4, 16, 16]), _blocks_of_16(A, 1), PRECISION)
-    corner = _product_16(X, right, PRECISION)
-    row = tl.arange(0, 4)[:, None, None, None]
-    column = tl.arange(0, 4)[None, None, :, None]
-    is_corner = (row == column + 1) & (row % 2 == 1)
-    X = tl.where(row == column, X[:, :, None, :], tl.where(is_corner, -corner[:, :, None, :], 0.0))
-    return tl.reshape(X, [64, 64])
+    right = _product_16(tl.reshape(firsts, [4, 16, 16]), below, PRECISION)
+    corner = tl.reshape(_product_16(X, right, PRECISION), [64, 16])
+    X = tl.reshape(X, [64, 16])
+    block = tl.arange(0, 64)[:, None] // 16
+    X0 = tl.where(block == 0, X, tl.where(block == 1, -corner, 0.0))
+    X2 = tl.where(block == 2, X, tl.where(block == 3, -corner, 0.0))
+    left = join_halves(X0, tl.where(block == 1, X, 0.0))
+    return left, join_halves(X2, tl.where(block == 3, X, 0.0))
 
 
 @triton.jit
@@ -117,6 +113,13 @@ def halves(x):
 
 
 @triton.jit
+def join_halves(left, right):
+    """The matrix that has these halves."""
+    joined = tl.permute(tl.join(left, right), [0, 2, 1])
+    return tl.reshape(joined, [left.shape[0], 2 * left.shape[1]])
+
+
+@triton.jit
 def _product_64(x, y, PRECISION: tl.constexpr):
     """x y of matrices of 64 rows, of which x has been left in registers by a dot."""
     y = tl.trans(_paired(tl.trans(y), PRECISION))
@@ -124,12 +127,13 @@ def _product_64(x, y, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _double_32(X, A, PRECISION: tl.constexpr):
-    """From the inverses X [64, 64] of two blocks of 32 rows that of both."""
-    left, right = halves(X)  # below the first 32 rows the left half is zero still
+def _double_32(left, right, A, PRECISION: tl.constexpr):
+    """From the inverses of two blocks of 32 rows, as halves [64, 32] of X, that of both."""
+    # Below the first 32 rows the left half is zero still.
+    X = join_halves(left, right)
     corner = _product_64(X, _product_64(A, left, PRECISION), PRECISION)
     left -= tl.where(tl.arange(0, 64)[:, None] >= 32, corner, 0.0)
-    return tl.reshape(tl.permute(tl.join(left, right), [0, 2, 1]), [64, 64])
+    return join_halves(left, right)
 
 
 @triton.jit
@@ -139,8 +143,15 @@ def invert_unit_lower_64(A, PRECISION: tl.constexpr):
     Above the diagonal A must be zero. Powers of A, the other way to do it by products, grow far
     beyond the result where keys are long, and cancel.
     """
-    X, XT = _invert_16(_blocks_of_16(A, 0), PRECISION)
-    return _double_32(_double_16(X, XT, A, PRECISION), A, PRECISION)
+    left, right = halves(A)
+    A0, A1 = halves(left)
+    A2, A3 = halves(right)
+    row = tl.arange(0, 64)[:, None]
+    diagonal = tl.where(row < 32, tl.where(row < 16, A0, A1), tl.where(row < 48, A2, A3))
+    X, XT = _invert_16(tl.reshape(diagonal, [4, 16, 16]), PRECISION)
+    below = tl.reshape(tl.where(row < 32, A0, A2), [4, 16, 16])
+    left, right = _double_16(X, XT, below, PRECISION)
+    return _double_32(left, right, A, PRECISION)
 
 
 @triton.jit
