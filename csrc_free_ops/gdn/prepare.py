@@ -208,19 +208,23 @@ def _norm_factor(
 
 @triton.jit
 def _product(
-    x, y, x_tile, y_tile, x_factor, y_factor, r, token_ok, x_stride_t, x_stride_d, y_stride_t,
-    y_stride_d, K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, L2NORM: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    x, y, x_tile, y_tile, factor, r, token_ok, x_stride_t, x_stride_d, y_stride_t, y_stride_d,
+    K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, X_NORM: tl.constexpr,
+    Y_NORM: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The products of all rows of x and y, whose first columns the tiles hold."""
+    """The products of all rows of x and y, whose first columns the tiles hold.
+
+    The other columns are normalised by the factor, where asked for.
+    """
     product = tl.dot(x_tile, tl.trans(y_tile), input_precision=PRECISION)
     for n in tl.static_range(1, NK):
         d = n * BK + tl.arange(0, BK)
         x_tile = load_rows(x, r, d, token_ok, x_stride_t, x_stride_d, K, BK, WIDE)
         y_tile = load_rows(y, r, d, token_ok, y_stride_t, y_stride_d, K, BK, WIDE)
-        if L2NORM:
-            x_tile = _normalise(x_tile, x_factor)
-            y_tile = _normalise(y_tile, y_factor)
+        if X_NORM:
+            x_tile = _normalise(x_tile, factor)
+        if Y_NORM:
+            y_tile = _normalise(y_tile, factor)
         product = tl.dot(x_tile, tl.trans(y_tile), product, input_precision=PRECISION)
     return product
 
@@ -283,13 +287,13 @@ def _prepare_chunk(
     d = tl.arange(0, BK)
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
-    q_factor = tl.zeros([C], tl.float32)
-    k_factor = q_factor
+    k_factor = tl.zeros([C], tl.float32)
+    of_query = k_factor + scale
     if L2NORM:
         k_factor = _norm_factor(k, k_tile, r, token_ok, k_stride_t, k_stride_d, K, BK, NK, WIDE)
-        q_factor = _norm_factor(q, q_tile, r, token_ok, q_stride_t, q_stride_d, K, BK, NK, WIDE)
+        # q is not rounded here, as in the scan; k is, for W and the scan have to agree in it.
+        of_query *= _norm_factor(q, q_tile, r, token_ok, q_stride_t, q_stride_d, K, BK, NK, WIDE)
         k_tile = _normalise(k_tile, k_factor)
-        q_tile = _normalise(q_tile, q_factor)
         if first_head % GROUP == 0:
             keys_at = keys + (chunk * HQ + head) * (C * K)
             _store_keys(keys_at, k_tile, r, d, K, BK)
@@ -313,8 +317,8 @@ def _prepare_chunk(
         to_end = tl.exp2((tl.sum(tl.where(r == C - 1, total, 0.0), 0) - total).to(tl.float32))
 
         KK = _product(
-            k, k, k_tile, k_tile, k_factor, k_factor, r, token_ok, k_stride_t, k_stride_d,
-            k_stride_t, k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE,
+            k, k, k_tile, k_tile, k_factor, r, token_ok, k_stride_t, k_stride_d, k_stride_t,
+            k_stride_d, K, BK, NK, L2NORM, L2NORM, PRECISION, WIDE,
         )  # fmt: skip
         T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION)
         T *= strength[None, :]
@@ -322,19 +326,16 @@ def _prepare_chunk(
         W = tl.where(r[:, None] == r[None, :], 0.0, to_end[:, None] * T)
         tl.store(W_at, W.to(weights.dtype.element_ty))
         QK = _product(
-            q, k, q_tile, k_tile, q_factor, k_factor, r, token_ok, q_stride_t, q_stride_d,
-            k_stride_t, k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE,
+            q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
+            k_stride_d, K, BK, NK, False, L2NORM, PRECISION, WIDE,
         )  # fmt: skip
-        U = _product_64(decay * QK * scale, T, SOLVE_PRECISION)
+        U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
         since_start = tl.exp2(G)
         vectors_at = vectors + (chunk * HV + h) * (3 * C) + r
         tl.store(vectors_at, since_start)
         tl.store(vectors_at + C, to_end * strength)
-        of_query = scale * since_start
-        if L2NORM:
-            of_query *= q_factor
-        tl.store(vectors_at + 2 * C, of_query)
+        tl.store(vectors_at + 2 * C, of_query * since_start)
 
 
 @triton.jit(do_not_specialize=["chunks", "tokens", "sequences"])
