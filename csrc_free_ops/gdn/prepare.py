@@ -32,13 +32,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _paired(x, PRECISION: tl.constexpr):
-    """Columns of each 8 in the order 0, 2, 4, 6, 1, 3, 5, 7.
+def _paired(x, PAIRED: tl.constexpr):
+    """Columns of each 8 in the order 0, 2, 4, 6, 1, 3, 5, 7, where asked for.
 
     In this order the product of a dot in TF32 is an operand of the next without exchanges between
     threads: the left one as it is, the right one transposed.
     """
-    if PRECISION == "ieee":
+    if not PAIRED:
         return x
     if len(x.shape) == 2:
         pairs = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), [0, 1, 3, 2])
@@ -50,14 +50,14 @@ def _paired(x, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _product_16(x, y, PRECISION: tl.constexpr):
+def _product_16(x, y, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
     """x Y of blocks [4, 16, 16], where y is the transpose of Y."""
-    y = tl.permute(_paired(y, PRECISION), [0, 2, 1])
-    return tl.dot(_paired(x, PRECISION), y, input_precision=PRECISION)
+    y = tl.permute(_paired(y, PAIRED), [0, 2, 1])
+    return tl.dot(_paired(x, PAIRED), y, input_precision=PRECISION)
 
 
 @triton.jit
-def _double_within_16(X, XT, A, n: tl.constexpr, PRECISION: tl.constexpr):
+def _double_within_16(X, XT, A, n: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
     """From the inverses X of blocks of n rows those of 2n: their bottom left is -X A X.
 
     XT is the transpose of X: with it all operands are where they are needed.
@@ -65,12 +65,13 @@ def _double_within_16(X, XT, A, n: tl.constexpr, PRECISION: tl.constexpr):
     row = tl.arange(0, 16)[None, :, None]
     column = tl.arange(0, 16)[None, None, :]
     is_corner = (row // (2 * n) == column // (2 * n)) & (row // n > column // n)
-    right = _product_16(XT, tl.where(is_corner, A, 0.0), PRECISION)  # transposed
-    return X - _product_16(X, right, PRECISION), XT - _product_16(right, X, PRECISION)
+    right = _product_16(XT, tl.where(is_corner, A, 0.0), PRECISION, PAIRED)  # transposed
+    corner = _product_16(X, right, PRECISION, PAIRED)
+    return X - corner, XT - _product_16(right, X, PRECISION, PAIRED)
 
 
 @triton.jit
-def _invert_16(A, PRECISION: tl.constexpr):
+def _invert_16(A, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
     """(I + A)^-1 of the strictly lower triangles of [4, 16, 16] and its transpose.
 
     Of blocks of 2 rows it is I - A.
@@ -80,13 +81,13 @@ def _invert_16(A, PRECISION: tl.constexpr):
     X = tl.where(row // 2 == column // 2, tl.where(row > column, -A, 1.0), 0.0)
     X = tl.where(row < column, 0.0, X)
     XT = tl.permute(X, [0, 2, 1])
-    X, XT = _double_within_16(X, XT, A, 2, PRECISION)
-    X, XT = _double_within_16(X, XT, A, 4, PRECISION)
-    return _double_within_16(X, XT, A, 8, PRECISION)
+    X, XT = _double_within_16(X, XT, A, 2, PRECISION, PAIRED)
+    X, XT = _double_within_16(X, XT, A, 4, PRECISION, PAIRED)
+    return _double_within_16(X, XT, A, 8, PRECISION, PAIRED)
 
 
 @triton.jit
-def _double_16(X, XT, below, PRECISION: tl.constexpr):
+def _double_16(X, XT, below, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
     """From the inverses [4, 16, 16] of blocks those of two, as the halves [64, 32] of a matrix.
 
     ``below`` are the blocks of A below those on the diagonal.
@@ -94,8 +95,8 @@ def _double_16(X, XT, below, PRECISION: tl.constexpr):
     second = tl.arange(0, 2)[None, :, None, None]
     firsts = tl.sum(tl.where(second == 0, tl.reshape(XT, [2, 2, 16, 16]), 0.0), 1)
     firsts = tl.broadcast_to(firsts[:, None, :, :], [2, 2, 16, 16])
-    right = _product_16(tl.reshape(firsts, [4, 16, 16]), below, PRECISION)
-    corner = tl.reshape(_product_16(X, right, PRECISION), [64, 16])
+    right = _product_16(tl.reshape(firsts, [4, 16, 16]), below, PRECISION, PAIRED)
+    corner = tl.reshape(_product_16(X, right, PRECISION, PAIRED), [64, 16])
     X = tl.reshape(X, [64, 16])
     block = tl.arange(0, 64)[:, None] // 16
     X0 = tl.where(block == 0, X, tl.where(block == 1, -corner, 0.0))
@@ -122,8 +123,9 @@ def join_halves(left, right):
 @triton.jit
 def _product_64(x, y, PRECISION: tl.constexpr):
     """x y of matrices of 64 rows, of which x has been left in registers by a dot."""
-    y = tl.trans(_paired(tl.trans(y), PRECISION))
-    return tl.dot(_paired(x, PRECISION), y, input_precision=PRECISION)
+    PAIRED: tl.constexpr = PRECISION != "ieee"
+    y = tl.trans(_paired(tl.trans(y), PAIRED))
+    return tl.dot(_paired(x, PAIRED), y, input_precision=PRECISION)
 
 
 @triton.jit
@@ -137,20 +139,21 @@ def _double_32(left, right, A, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def invert_unit_lower_64(A, PRECISION: tl.constexpr):
+def invert_unit_lower_64(A, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
     """(I + A)^-1 of the strictly lower triangle of [64, 64], from small blocks to larger ones.
 
     Above the diagonal A must be zero. Powers of A, the other way to do it by products, grow far
-    beyond the result where keys are long, and cancel.
+    beyond the result where keys are long, and cancel. PAIRED is for TF32, unless A has been worked
+    out from numbers loaded in 16 bits: Triton then takes small operands in this order by itself.
     """
     left, right = halves(A)
     A0, A1 = halves(left)
     A2, A3 = halves(right)
     row = tl.arange(0, 64)[:, None]
     diagonal = tl.where(row < 32, tl.where(row < 16, A0, A1), tl.where(row < 48, A2, A3))
-    X, XT = _invert_16(tl.reshape(diagonal, [4, 16, 16]), PRECISION)
+    X, XT = _invert_16(tl.reshape(diagonal, [4, 16, 16]), PRECISION, PAIRED)
     below = tl.reshape(tl.where(row < 32, A0, A2), [4, 16, 16])
-    left, right = _double_16(X, XT, below, PRECISION)
+    left, right = _double_16(X, XT, below, PRECISION, PAIRED)
     return _double_32(left, right, A, PRECISION)
 
 
@@ -320,7 +323,10 @@ def _prepare_chunk(
             k, k, k_tile, k_tile, k_factor, r, token_ok, k_stride_t, k_stride_d, k_stride_t,
             k_stride_d, K, BK, NK, L2NORM, L2NORM, PRECISION, WIDE,
         )  # fmt: skip
-        T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION)
+        PAIRED: tl.constexpr = (
+            SOLVE_PRECISION != "ieee" and beta.dtype.element_ty.primitive_bitwidth == 32
+        )
+        T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION, PAIRED)
         T *= strength[None, :]
         W_at = weights + (chunk * HV + h) * (2 * C * C) + r[:, None] * C + r[None, :]
         W = tl.where(r[:, None] == r[None, :], 0.0, to_end[:, None] * T)
