@@ -32,32 +32,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _paired(x, PAIRED: tl.constexpr):
-    """Columns of each 8 in the order 0, 2, 4, 6, 1, 3, 5, 7, where asked for.
+def _product_16(x, y, PRECISION: tl.constexpr):
+    """x Y of blocks [4, 16, 16], where y is the transpose of Y.
 
-    In this order the product of a dot in TF32 is an operand of the next without exchanges between
-    threads: the left one as it is, the right one transposed.
+    With y so, what a product has left in registers is an operand of the next where it lies, once
+    Triton gives operands two columns side by side (see ``_interleave``).
     """
-    if not PAIRED:
-        return x
-    if len(x.shape) == 2:
-        pairs = tl.permute(tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), [0, 1, 3, 2])
-    else:
-        pairs = tl.permute(
-            tl.reshape(x, [x.shape[0], x.shape[1], x.shape[2] // 8, 4, 2]), [0, 1, 2, 4, 3]
-        )
-    return tl.reshape(pairs, x.shape)
+    return tl.dot(x, tl.permute(y, [0, 2, 1]), input_precision=PRECISION)
 
 
 @triton.jit
-def _product_16(x, y, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
-    """x Y of blocks [4, 16, 16], where y is the transpose of Y."""
-    y = tl.permute(_paired(y, PAIRED), [0, 2, 1])
-    return tl.dot(_paired(x, PAIRED), y, input_precision=PRECISION)
-
-
-@triton.jit
-def _double_within_16(X, XT, A, n: tl.constexpr, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
+def _double_within_16(X, XT, A, n: tl.constexpr, PRECISION: tl.constexpr):
     """From the inverses X of blocks of n rows those of 2n: their bottom left is -X A X.
 
     XT is the transpose of X: with it all operands are where they are needed.
@@ -65,13 +50,13 @@ def _double_within_16(X, XT, A, n: tl.constexpr, PRECISION: tl.constexpr, PAIRED
     row = tl.arange(0, 16)[None, :, None]
     column = tl.arange(0, 16)[None, None, :]
     is_corner = (row // (2 * n) == column // (2 * n)) & (row // n > column // n)
-    right = _product_16(XT, tl.where(is_corner, A, 0.0), PRECISION, PAIRED)  # transposed
-    corner = _product_16(X, right, PRECISION, PAIRED)
-    return X - corner, XT - _product_16(right, X, PRECISION, PAIRED)
+    right = _product_16(XT, tl.where(is_corner, A, 0.0), PRECISION)  # transposed
+    corner = _product_16(X, right, PRECISION)
+    return X - corner, XT - _product_16(right, X, PRECISION)
 
 
 @triton.jit
-def _invert_16(A, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
+def _invert_16(A, PRECISION: tl.constexpr):
     """(I + A)^-1 of the strictly lower triangles of [4, 16, 16] and its transpose.
 
     Of blocks of 2 rows it is I - A.
@@ -81,13 +66,13 @@ def _invert_16(A, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
     X = tl.where(row // 2 == column // 2, tl.where(row > column, -A, 1.0), 0.0)
     X = tl.where(row < column, 0.0, X)
     XT = tl.permute(X, [0, 2, 1])
-    X, XT = _double_within_16(X, XT, A, 2, PRECISION, PAIRED)
-    X, XT = _double_within_16(X, XT, A, 4, PRECISION, PAIRED)
-    return _double_within_16(X, XT, A, 8, PRECISION, PAIRED)
+    X, XT = _double_within_16(X, XT, A, 2, PRECISION)
+    X, XT = _double_within_16(X, XT, A, 4, PRECISION)
+    return _double_within_16(X, XT, A, 8, PRECISION)
 
 
 @triton.jit
-def _double_16(X, XT, below, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
+def _double_16(X, XT, below, PRECISION: tl.constexpr):
     """From the inverses [4, 16, 16] of blocks those of two, as the halves [64, 32] of a matrix.
 
     ``below`` are the blocks of A below those on the diagonal.
@@ -95,8 +80,8 @@ def _double_16(X, XT, below, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
     second = tl.arange(0, 2)[None, :, None, None]
     firsts = tl.sum(tl.where(second == 0, tl.reshape(XT, [2, 2, 16, 16]), 0.0), 1)
     firsts = tl.broadcast_to(firsts[:, None, :, :], [2, 2, 16, 16])
-    right = _product_16(tl.reshape(firsts, [4, 16, 16]), below, PRECISION, PAIRED)
-    corner = tl.reshape(_product_16(X, right, PRECISION, PAIRED), [64, 16])
+    right = _product_16(tl.reshape(firsts, [4, 16, 16]), below, PRECISION)
+    corner = tl.reshape(_product_16(X, right, PRECISION), [64, 16])
     X = tl.reshape(X, [64, 16])
     block = tl.arange(0, 64)[:, None] // 16
     X0 = tl.where(block == 0, X, tl.where(block == 1, -corner, 0.0))
@@ -121,11 +106,23 @@ def join_halves(left, right):
 
 
 @triton.jit
+def _paired(x):
+    """Columns of each 8 in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    pairs = tl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2])
+    return tl.reshape(tl.permute(pairs, [0, 1, 3, 2]), x.shape)
+
+
+@triton.jit
 def _product_64(x, y, PRECISION: tl.constexpr):
-    """x y of matrices of 64 rows, of which x has been left in registers by a dot."""
-    PAIRED: tl.constexpr = PRECISION != "ieee"
-    y = tl.trans(_paired(tl.trans(y), PAIRED))
-    return tl.dot(_paired(x, PAIRED), y, input_precision=PRECISION)
+    """x y of matrices of 64 rows, of which x has been left in registers by a dot.
+
+    In TF32 it lies there two columns side by side, where operands have them four apart. With the
+    inner dimension of both in another order it is the operand as it is.
+    """
+    if PRECISION != "ieee":
+        x = _paired(x)
+        y = tl.trans(_paired(tl.trans(y)))
+    return tl.dot(x, y, input_precision=PRECISION)
 
 
 @triton.jit
@@ -139,21 +136,20 @@ def _double_32(left, right, A, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def invert_unit_lower_64(A, PRECISION: tl.constexpr, PAIRED: tl.constexpr):
+def invert_unit_lower_64(A, PRECISION: tl.constexpr):
     """(I + A)^-1 of the strictly lower triangle of [64, 64], from small blocks to larger ones.
 
     Above the diagonal A must be zero. Powers of A, the other way to do it by products, grow far
-    beyond the result where keys are long, and cancel. PAIRED is for TF32, unless A has been worked
-    out from numbers loaded in 16 bits: Triton then takes small operands in this order by itself.
+    beyond the result where keys are long, and cancel.
     """
     left, right = halves(A)
     A0, A1 = halves(left)
     A2, A3 = halves(right)
     row = tl.arange(0, 64)[:, None]
     diagonal = tl.where(row < 32, tl.where(row < 16, A0, A1), tl.where(row < 48, A2, A3))
-    X, XT = _invert_16(tl.reshape(diagonal, [4, 16, 16]), PRECISION, PAIRED)
+    X, XT = _invert_16(tl.reshape(diagonal, [4, 16, 16]), PRECISION)
     below = tl.reshape(tl.where(row < 32, A0, A2), [4, 16, 16])
-    left, right = _double_16(X, XT, below, PRECISION, PAIRED)
+    left, right = _double_16(X, XT, below, PRECISION)
     return _double_32(left, right, A, PRECISION)
 
 
@@ -249,6 +245,33 @@ def _zero_padding(
 
 
 @triton.jit
+def _load_every_other(x, first: tl.constexpr, count, stride, C: tl.constexpr):
+    """The elements first, first + 2, .. of C of which ``count`` are there, zero for the others."""
+    n = 2 * tl.arange(0, C // 2) + first
+    return tl.load(x + n.to(tl.int64) * stride, mask=n < count, other=0.0)
+
+
+@triton.jit
+def _interleave(even, odd, JOIN: tl.constexpr):
+    """One vector from its elements at even and at odd places.
+
+    Triton takes operands that come from a join, or from loads of 16 bits, two columns side by side
+    if they have 32 bits; from both, four. The products of blocks of 16 are made for two.
+    """
+    if JOIN:
+        pairs = tl.join(even, odd)
+    else:
+        pairs = tl.where(tl.arange(0, 2)[None, :] == 1, odd[:, None], even[:, None])
+    return tl.reshape(pairs, [2 * even.shape[0]])
+
+
+@triton.jit
+def _rest(x):
+    """What float32 leaves of float64."""
+    return (x - x.to(tl.float32).to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
 def _prepare_chunk(
     chunk, first_head,
     q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens, sequences,
@@ -274,22 +297,25 @@ def _prepare_chunk(
         exists = i < sequences
         first, end = sequence_bounds(cu_seqlens, i, tokens, exists)
         first += (chunk - tl.load(chunk_starts + i)) * C
-        heads = tl.where(exists, HEADS, 0)
     else:
         chunks_each = tl.cdiv(tokens, C)
         row = chunk // chunks_each
         first = chunk % chunks_each * C
         end = tl.zeros((), tl.int64) + tokens
-        heads = HEADS
-    token_ok = r < tl.minimum(end - first, C).to(tl.int32)
+        exists = True
+    count = tl.minimum(end - first, C).to(tl.int32)
+    token_ok = r < count
     q += row * q_stride_b + head * q_stride_h + first * q_stride_t
     k += row * k_stride_b + head * k_stride_h + first * k_stride_t
-    g += row * g_stride_b + first * g_stride_t
-    beta += row * beta_stride_b + first * beta_stride_t
+    g += row * g_stride_b + first * g_stride_t + first_head.to(tl.int64) * g_stride_h
+    beta += row * beta_stride_b + first * beta_stride_t + first_head.to(tl.int64) * beta_stride_h
 
     d = tl.arange(0, BK)
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
+    # Gates are loaded a head ahead: the first thing that a head does is to add them up.
+    next_even = _load_every_other(g, 0, count, g_stride_t, C)
+    next_odd = _load_every_other(g, 1, count, g_stride_t, C)
     k_factor = tl.zeros([C], tl.float32)
     of_query = k_factor + scale
     if L2NORM:
@@ -304,44 +330,58 @@ def _prepare_chunk(
                 more = n * BK + d
                 tile = load_rows(k, r, more, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
                 _store_keys(keys_at, _normalise(tile, k_factor), r, more, K, BK)
+    query_even, query_odd = tl.split(tl.reshape(of_query, [C // 2, 2]))
+    KK = _product(
+        k, k, k_tile, k_tile, k_factor, r, token_ok, k_stride_t, k_stride_d, k_stride_t,
+        k_stride_d, K, BK, NK, L2NORM, L2NORM, PRECISION, WIDE,
+    )  # fmt: skip
+    QK = _product(
+        q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
+        k_stride_d, K, BK, NK, False, L2NORM, PRECISION, WIDE,
+    )  # fmt: skip
+    JOIN: tl.constexpr = beta.dtype.element_ty.primitive_bitwidth == 32
+    heads = tl.where(exists, HEADS, 0)
     for j in range(heads):
-        h = (first_head + j).to(tl.int64)
-        gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=token_ok, other=0.0)
-        strength = tl.load(beta + t * beta_stride_t + h * beta_stride_h, mask=token_ok, other=0.0)
+        even, odd = next_even, next_odd
+        next_head = g + (j + 1) * g_stride_h
+        next_count = tl.where(j + 1 < HEADS, count, 0)
+        next_even = _load_every_other(next_head, 0, next_count, g_stride_t, C)
+        next_odd = _load_every_other(next_head, 1, next_count, g_stride_t, C)
+        beta_head = beta + j * beta_stride_h
+        beta_even = _load_every_other(beta_head, 0, count, beta_stride_t, C).to(tl.float32)
+        beta_odd = _load_every_other(beta_head, 1, count, beta_stride_t, C).to(tl.float32)
+        strength = tl.load(beta_head + t * beta_stride_t, mask=token_ok, other=0.0)
         strength = strength.to(tl.float32)
         # In float64: decays are differences of these sums, and small gates follow large ones.
-        total = tl.cumsum(gate.to(tl.float64) * LOG2E, 0)
-        G = total.to(tl.float32)
-        exponent = G[:, None] - G[None, :]
+        odd = odd.to(tl.float64) * LOG2E
+        both = even.to(tl.float64) * LOG2E + odd
+        upto = tl.cumsum(both, 0)
+        left_odd = tl.sum(both, 0) - upto
+        left_even = left_odd + odd
+        left = _interleave(left_even.to(tl.float32), left_odd.to(tl.float32), JOIN)
+        exponent = left[None, :] - left[:, None]
         if EXACT:
-            rest = (total - G.to(tl.float64)).to(tl.float32)
-            exponent += rest[:, None] - rest[None, :]
+            rest = _interleave(_rest(left_even), _rest(left_odd), JOIN)
+            exponent += rest[None, :] - rest[:, None]
         decay = tl.exp2(tl.where(r[:, None] >= r[None, :], exponent, float("-inf")))
-        to_end = tl.exp2((tl.sum(tl.where(r == C - 1, total, 0.0), 0) - total).to(tl.float32))
 
-        KK = _product(
-            k, k, k_tile, k_tile, k_factor, r, token_ok, k_stride_t, k_stride_d, k_stride_t,
-            k_stride_d, K, BK, NK, L2NORM, L2NORM, PRECISION, WIDE,
-        )  # fmt: skip
-        PAIRED: tl.constexpr = (
-            SOLVE_PRECISION != "ieee" and beta.dtype.element_ty.primitive_bitwidth == 32
-        )
-        T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION, PAIRED)
+        T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION)
         T *= strength[None, :]
-        W_at = weights + (chunk * HV + h) * (2 * C * C) + r[:, None] * C + r[None, :]
-        W = tl.where(r[:, None] == r[None, :], 0.0, to_end[:, None] * T)
+        W_at = weights + (chunk * HV + first_head + j) * (2 * C * C) + r[:, None] * C + r[None, :]
+        W = tl.where(r[:, None] == r[None, :], 0.0, tl.exp2(left)[:, None] * T)
         tl.store(W_at, W.to(weights.dtype.element_ty))
-        QK = _product(
-            q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
-            k_stride_d, K, BK, NK, False, L2NORM, PRECISION, WIDE,
-        )  # fmt: skip
         U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
-        since_start = tl.exp2(G)
-        vectors_at = vectors + (chunk * HV + h) * (3 * C) + r
-        tl.store(vectors_at, since_start)
-        tl.store(vectors_at + C, to_end * strength)
-        tl.store(vectors_at + 2 * C, of_query * since_start)
+
+        vectors_at = vectors + (chunk * HV + first_head + j) * (3 * C) + 2 * tl.arange(0, C // 2)
+        start_even = tl.exp2((upto - odd).to(tl.float32))
+        start_odd = tl.exp2(upto.to(tl.float32))
+        tl.store(vectors_at, start_even)
+        tl.store(vectors_at + 1, start_odd)
+        tl.store(vectors_at + C, tl.exp2(left_even.to(tl.float32)) * beta_even)
+        tl.store(vectors_at + C + 1, tl.exp2(left_odd.to(tl.float32)) * beta_odd)
+        tl.store(vectors_at + 2 * C, query_even * start_even)
+        tl.store(vectors_at + 2 * C + 1, query_odd * start_odd)
 
 
 @triton.jit(do_not_specialize=["chunks", "tokens", "sequences"])
