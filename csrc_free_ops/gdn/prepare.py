@@ -229,6 +229,29 @@ def _product(
 
 
 @triton.jit
+def _prefetch(x):
+    """Has the lines of these addresses brought into the L2 (NVIDIA)."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [x.to(tl.int64)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _prefetch_rows(
+    x, row, head, first, count, stride_b, stride_t, stride_h, stride_d, C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Brings ``count`` rows of C from the first on into the L2, as far as there are any."""
+    LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = max(COLUMNS // LINE, 1)
+    r = tl.arange(0, C)
+    x += tl.where(count > 0, row * stride_b + head * stride_h + first * stride_t, 0)
+    lines = tl.arange(0, LINES).to(tl.int64) * LINE * stride_d
+    _prefetch(x + (tl.where(r < count, r, 0).to(tl.int64) * stride_t)[:, None] + lines[None, :])
+
+
+@triton.jit
 def _zero_padding(
     out, first, tokens, h, HEADS: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -272,39 +295,74 @@ def _rest(x):
 
 
 @triton.jit
+def _tokens_of_chunk(
+    chunk, cu_seqlens, chunk_starts, tokens, sequences, C: tl.constexpr, HAS_CU: tl.constexpr
+):
+    """Row of the batch and first token of a chunk, the end of its sequence, and the chunk after that.
+
+    If there is no such chunk, the end is not behind the first token.
+    """
+    if HAS_CU:
+        row = tl.zeros((), tl.int64)
+        i = sequence_of(chunk_starts, chunk, sequences)
+        first, end = sequence_bounds(cu_seqlens, i, tokens, i < sequences)
+        first += (chunk - tl.load(chunk_starts + i)) * C
+        stop = tl.load(chunk_starts + i + 1, mask=i < sequences, other=0).to(tl.int64)
+    else:
+        chunks_each = tl.cdiv(tokens, C)
+        row = chunk // chunks_each
+        first = chunk % chunks_each * C
+        end = tl.zeros((), tl.int64) + tokens
+        stop = end
+    return row, first, end, stop
+
+
+@triton.jit
+def _tokens_of_later(
+    later, chunk, row, first, end, stop, cu_seqlens, chunk_starts, tokens, sequences,
+    C: tl.constexpr, HAS_CU: tl.constexpr,
+):  # fmt: skip
+    """``_tokens_of_chunk`` of a chunk after one of which they are given: mostly without loads."""
+    if HAS_CU:
+        first += (later - chunk) * C
+        if later >= stop:
+            row, first, end, stop = _tokens_of_chunk(
+                later, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU
+            )
+        return row, first, end, stop
+    return _tokens_of_chunk(later, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU)
+
+
+@triton.jit
+def _last_token(cu_seqlens, tokens, sequences, HAS_CU: tl.constexpr):
+    """One past the last token of the last sequence."""
+    if HAS_CU:
+        return sequence_bounds(cu_seqlens, sequences - 1, tokens, True)[1]
+    return tl.zeros((), tl.int64) + tokens
+
+
+@triton.jit
 def _prepare_chunk(
     chunk, first_head,
+    row, first, end, stop,  # of _tokens_of_chunk
+    next_chunk, next_first_head,  # the ones after these: their tokens are returned
+    last,
     q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens, sequences,
     scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h,
     k_stride_d, g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
     HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """HEADS value heads of a chunk, from the first on; only padding if there is no such chunk."""
     HV: tl.constexpr = HQ * GROUP
     head = (first_head // GROUP).to(tl.int64)
     r = tl.arange(0, C)
     t = r.to(tl.int64)
-    if HAS_CU:
-        # There are at least as many programs as chunks of tokens behind the last sequence.
-        _, last = sequence_bounds(cu_seqlens, sequences - 1, tokens, True)
-        if last + chunk * C < tokens:
-            _zero_padding(out, last + chunk * C, tokens, first_head, HEADS, HV, V, C, BLOCK_V)
-        row = tl.zeros((), tl.int64)
-        i = sequence_of(chunk_starts, chunk, sequences)
-        exists = i < sequences
-        first, end = sequence_bounds(cu_seqlens, i, tokens, exists)
-        first += (chunk - tl.load(chunk_starts + i)) * C
-    else:
-        chunks_each = tl.cdiv(tokens, C)
-        row = chunk // chunks_each
-        first = chunk % chunks_each * C
-        end = tl.zeros((), tl.int64) + tokens
-        exists = True
     count = tl.minimum(end - first, C).to(tl.int32)
     token_ok = r < count
+    all_q, all_k, all_g, all_beta = q, k, g, beta
     q += row * q_stride_b + head * q_stride_h + first * q_stride_t
     k += row * k_stride_b + head * k_stride_h + first * k_stride_t
     g += row * g_stride_b + first * g_stride_t + first_head.to(tl.int64) * g_stride_h
@@ -313,6 +371,33 @@ def _prepare_chunk(
     d = tl.arange(0, BK)
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
+    # While these are under way:
+    next_row, next_first, next_end, next_stop = _tokens_of_later(
+        next_chunk, chunk, row, first, end, stop, cu_seqlens, chunk_starts, tokens, sequences, C,
+        HAS_CU,
+    )  # fmt: skip
+    if PREFETCH:
+        next_tokens = tl.minimum(next_end - next_first, C).to(tl.int32)
+        _prefetch_rows(
+            all_k, next_row, next_first_head // GROUP, next_first, next_tokens, k_stride_b,
+            k_stride_t, k_stride_h, k_stride_d, C, BK
+        )
+        _prefetch_rows(
+            all_q, next_row, next_first_head // GROUP, next_first, next_tokens, q_stride_b,
+            q_stride_t, q_stride_h, q_stride_d, C, BK
+        )
+        _prefetch_rows(
+            all_g, next_row, next_first_head, next_first, next_tokens, g_stride_b, g_stride_t,
+            g_stride_h, 0, C, 1,
+        )
+        _prefetch_rows(
+            all_beta, next_row, next_first_head, next_first, next_tokens, beta_stride_b,
+            beta_stride_t, beta_stride_h, 0, C, 1,
+        )
+    if HAS_CU:
+        # There are at least as many programs as chunks of tokens behind the last sequence.
+        if last + chunk * C < tokens:
+            _zero_padding(out, last + chunk * C, tokens, first_head, HEADS, HV, V, C, BLOCK_V)
     # Gates are loaded a head ahead: the first thing that a head does is to add them up.
     next_even = _load_every_other(g, 0, count, g_stride_t, C)
     next_odd = _load_every_other(g, 1, count, g_stride_t, C)
@@ -340,7 +425,7 @@ def _prepare_chunk(
         k_stride_d, K, BK, NK, False, L2NORM, PRECISION, WIDE,
     )  # fmt: skip
     JOIN: tl.constexpr = beta.dtype.element_ty.primitive_bitwidth == 32
-    heads = tl.where(exists, HEADS, 0)
+    heads = tl.where(count > 0, HEADS, 0)
     for j in range(heads):
         even, odd = next_even, next_odd
         next_head = g + (j + 1) * g_stride_h
@@ -382,6 +467,7 @@ def _prepare_chunk(
         tl.store(vectors_at + C + 1, tl.exp2(left_odd.to(tl.float32)) * beta_odd)
         tl.store(vectors_at + 2 * C, query_even * start_even)
         tl.store(vectors_at + 2 * C + 1, query_odd * start_odd)
+    return next_row, next_first, next_end, next_stop
 
 
 @triton.jit(do_not_specialize=["chunks", "tokens", "sequences"])
@@ -404,34 +490,41 @@ def prepare_kernel(
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
     PARTS: tl.constexpr = HQ * GROUP // HEADS
+    last = _last_token(cu_seqlens, tokens, sequences, HAS_CU)
+    chunk = tl.program_id(0).to(tl.int64) // PARTS
+    row, first, end, stop = _tokens_of_chunk(
+        chunk, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU
+    )
     if AHEAD:
         # The scan needs a part of each multiprocessor only: its programs start beside these, which
         # all run by then, and wait for what they count here.
         let_next_kernel_start(PDL)
         for n in range(tl.program_id(0), chunks * PARTS, tl.num_programs(0)):
             chunk = (tl.zeros((), tl.int64) + n) // PARTS
+            following = tl.minimum(n + tl.num_programs(0), chunks * PARTS - 1)
+            next_chunk = (tl.zeros((), tl.int64) + following) // PARTS
             first_head = n % PARTS * HEADS
-            _prepare_chunk(
-                chunk, first_head,
+            row, first, end, stop = _prepare_chunk(
+                chunk, first_head, row, first, end, stop, next_chunk,
+                following % PARTS * HEADS, last,
                 q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens,
                 sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
                 k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
                 beta_stride_b, beta_stride_t, beta_stride_h,
                 HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION,
-                SOLVE_PRECISION, WIDE, EXACT,
+                SOLVE_PRECISION, WIDE, EXACT, PDL,
             )  # fmt: skip
             tl.debug_barrier()  # all threads have written
             counter = ready + chunk // AHEAD * HQ + first_head // GROUP
             tl.atomic_add(counter, 1, sem="release", scope="gpu")
     else:
-        chunk = tl.program_id(0).to(tl.int64) // PARTS
         first_head = tl.program_id(0) % PARTS * HEADS
         _prepare_chunk(
-            chunk, first_head,
+            chunk, first_head, row, first, end, stop, chunk, first_head, last,
             q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens,
             sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
             k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
             beta_stride_b, beta_stride_t, beta_stride_h,
             HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION, SOLVE_PRECISION,
-            WIDE, EXACT,
+            WIDE, EXACT, False,
         )  # fmt: skip
