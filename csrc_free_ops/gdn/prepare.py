@@ -342,18 +342,27 @@ def _last_token(cu_seqlens, tokens, sequences, HAS_CU: tl.constexpr):
 
 
 @triton.jit
+def _count_chunk(counter):
+    """Tells the scan that what this program has stored is there."""
+    tl.debug_barrier()  # all threads have written
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@triton.jit
 def _prepare_chunk(
     chunk, first_head,
     row, first, end, stop,  # of _tokens_of_chunk
     next_chunk, next_first_head,  # the ones after these: their tokens are returned
     last,
+    counter, is_later,  # of the item before this, if there was one
     q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens, sequences,
     scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h,
     k_stride_d, g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
     HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PREFETCH: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS value heads of a chunk, from the first on; only padding if there is no such chunk."""
     HV: tl.constexpr = HQ * GROUP
@@ -372,27 +381,66 @@ def _prepare_chunk(
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
     # While these are under way:
+    if AHEAD:
+        if is_later:
+            _count_chunk(counter)
     next_row, next_first, next_end, next_stop = _tokens_of_later(
         next_chunk, chunk, row, first, end, stop, cu_seqlens, chunk_starts, tokens, sequences, C,
         HAS_CU,
     )  # fmt: skip
-    if PREFETCH:
+    if AHEAD and PDL:
         next_tokens = tl.minimum(next_end - next_first, C).to(tl.int32)
         _prefetch_rows(
-            all_k, next_row, next_first_head // GROUP, next_first, next_tokens, k_stride_b,
-            k_stride_t, k_stride_h, k_stride_d, C, BK
+            all_k,
+            next_row,
+            next_first_head // GROUP,
+            next_first,
+            next_tokens,
+            k_stride_b,
+            k_stride_t,
+            k_stride_h,
+            k_stride_d,
+            C,
+            BK,
         )
         _prefetch_rows(
-            all_q, next_row, next_first_head // GROUP, next_first, next_tokens, q_stride_b,
-            q_stride_t, q_stride_h, q_stride_d, C, BK
+            all_q,
+            next_row,
+            next_first_head // GROUP,
+            next_first,
+            next_tokens,
+            q_stride_b,
+            q_stride_t,
+            q_stride_h,
+            q_stride_d,
+            C,
+            BK,
         )
         _prefetch_rows(
-            all_g, next_row, next_first_head, next_first, next_tokens, g_stride_b, g_stride_t,
-            g_stride_h, 0, C, 1,
+            all_g,
+            next_row,
+            next_first_head,
+            next_first,
+            next_tokens,
+            g_stride_b,
+            g_stride_t,
+            g_stride_h,
+            0,
+            C,
+            1,
         )
         _prefetch_rows(
-            all_beta, next_row, next_first_head, next_first, next_tokens, beta_stride_b,
-            beta_stride_t, beta_stride_h, 0, C, 1,
+            all_beta,
+            next_row,
+            next_first_head,
+            next_first,
+            next_tokens,
+            beta_stride_b,
+            beta_stride_t,
+            beta_stride_h,
+            0,
+            C,
+            1,
         )
     if HAS_CU:
         # There are at least as many programs as chunks of tokens behind the last sequence.
@@ -499,6 +547,7 @@ def prepare_kernel(
         # The scan needs a part of each multiprocessor only: its programs start beside these, which
         # all run by then, and wait for what they count here.
         let_next_kernel_start(PDL)
+        counter = ready
         for n in range(tl.program_id(0), chunks * PARTS, tl.num_programs(0)):
             chunk = (tl.zeros((), tl.int64) + n) // PARTS
             following = tl.minimum(n + tl.num_programs(0), chunks * PARTS - 1)
@@ -507,24 +556,25 @@ def prepare_kernel(
             row, first, end, stop = _prepare_chunk(
                 chunk, first_head, row, first, end, stop, next_chunk,
                 following % PARTS * HEADS, last,
+                counter, n != tl.program_id(0),
                 q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens,
                 sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
                 k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
                 beta_stride_b, beta_stride_t, beta_stride_h,
                 HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION,
-                SOLVE_PRECISION, WIDE, EXACT, PDL,
+                SOLVE_PRECISION, WIDE, EXACT, AHEAD, PDL,
             )  # fmt: skip
-            tl.debug_barrier()  # all threads have written
             counter = ready + chunk // AHEAD * HQ + first_head // GROUP
-            tl.atomic_add(counter, 1, sem="release", scope="gpu")
+        _count_chunk(counter)
     else:
         first_head = tl.program_id(0) % PARTS * HEADS
         _prepare_chunk(
             chunk, first_head, row, first, end, stop, chunk, first_head, last,
+            ready, False,
             q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens,
             sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
             k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
             beta_stride_b, beta_stride_t, beta_stride_h,
             HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION, SOLVE_PRECISION,
-            WIDE, EXACT, False,
+            WIDE, EXACT, AHEAD, PDL,
         )  # fmt: skip
