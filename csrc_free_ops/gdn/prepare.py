@@ -206,26 +206,23 @@ def _norm_factor(
 
 
 @triton.jit
-def _product(
-    x, y, x_tile, y_tile, factor, r, token_ok, x_stride_t, x_stride_d, y_stride_t, y_stride_d,
-    K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, X_NORM: tl.constexpr,
-    Y_NORM: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+def _products(
+    q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
+    K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, L2NORM: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """The products of all rows of x and y, whose first columns the tiles hold.
-
-    The other columns are normalised by the factor, where asked for.
-    """
-    product = tl.dot(x_tile, tl.trans(y_tile), input_precision=PRECISION)
+    """K K^T and Q K^T of all rows, whose first columns the tiles hold."""
+    KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
+    QK = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
     for n in tl.static_range(1, NK):
         d = n * BK + tl.arange(0, BK)
-        x_tile = load_rows(x, r, d, token_ok, x_stride_t, x_stride_d, K, BK, WIDE)
-        y_tile = load_rows(y, r, d, token_ok, y_stride_t, y_stride_d, K, BK, WIDE)
-        if X_NORM:
-            x_tile = _normalise(x_tile, factor)
-        if Y_NORM:
-            y_tile = _normalise(y_tile, factor)
-        product = tl.dot(x_tile, tl.trans(y_tile), product, input_precision=PRECISION)
-    return product
+        k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
+        if L2NORM:
+            k_tile = _normalise(k_tile, k_factor)
+        KK = tl.dot(k_tile, tl.trans(k_tile), KK, input_precision=PRECISION)
+        q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
+        QK = tl.dot(q_tile, tl.trans(k_tile), QK, input_precision=PRECISION)
+    return KK, QK
 
 
 @triton.jit
@@ -298,7 +295,7 @@ def _rest(x):
 def _tokens_of_chunk(
     chunk, cu_seqlens, chunk_starts, tokens, sequences, C: tl.constexpr, HAS_CU: tl.constexpr
 ):
-    """Row of the batch and first token of a chunk, the end of its sequence, and the chunk after that.
+    """Row and first token of a chunk, the end of its sequence, and the first chunk after that.
 
     If there is no such chunk, the end is not behind the first token.
     """
@@ -374,8 +371,8 @@ def _prepare_chunk(
     all_q, all_k, all_g, all_beta = q, k, g, beta
     q += row * q_stride_b + head * q_stride_h + first * q_stride_t
     k += row * k_stride_b + head * k_stride_h + first * k_stride_t
-    g += row * g_stride_b + first * g_stride_t + first_head.to(tl.int64) * g_stride_h
-    beta += row * beta_stride_b + first * beta_stride_t + first_head.to(tl.int64) * beta_stride_h
+    g += row * g_stride_b + first * g_stride_t
+    beta += row * beta_stride_b + first * beta_stride_t
 
     d = tl.arange(0, BK)
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
@@ -390,65 +387,31 @@ def _prepare_chunk(
     )  # fmt: skip
     if AHEAD and PDL:
         next_tokens = tl.minimum(next_end - next_first, C).to(tl.int32)
+        next_head = next_first_head // GROUP
         _prefetch_rows(
-            all_k,
-            next_row,
-            next_first_head // GROUP,
-            next_first,
-            next_tokens,
-            k_stride_b,
-            k_stride_t,
-            k_stride_h,
-            k_stride_d,
-            C,
-            BK,
-        )
+            all_k, next_row, next_head, next_first, next_tokens, k_stride_b, k_stride_t,
+            k_stride_h, k_stride_d, C, BK,
+        )  # fmt: skip
         _prefetch_rows(
-            all_q,
-            next_row,
-            next_first_head // GROUP,
-            next_first,
-            next_tokens,
-            q_stride_b,
-            q_stride_t,
-            q_stride_h,
-            q_stride_d,
-            C,
-            BK,
-        )
+            all_q, next_row, next_head, next_first, next_tokens, q_stride_b, q_stride_t,
+            q_stride_h, q_stride_d, C, BK,
+        )  # fmt: skip
         _prefetch_rows(
-            all_g,
-            next_row,
-            next_first_head,
-            next_first,
-            next_tokens,
-            g_stride_b,
-            g_stride_t,
-            g_stride_h,
-            0,
-            C,
-            1,
-        )
+            all_g, next_row, next_first_head, next_first, next_tokens, g_stride_b, g_stride_t,
+            g_stride_h, 0, C, 1,
+        )  # fmt: skip
         _prefetch_rows(
-            all_beta,
-            next_row,
-            next_first_head,
-            next_first,
-            next_tokens,
-            beta_stride_b,
-            beta_stride_t,
-            beta_stride_h,
-            0,
-            C,
-            1,
-        )
+            all_beta, next_row, next_first_head, next_first, next_tokens, beta_stride_b,
+            beta_stride_t, beta_stride_h, 0, C, 1,
+        )  # fmt: skip
     if HAS_CU:
         # There are at least as many programs as chunks of tokens behind the last sequence.
         if last + chunk * C < tokens:
             _zero_padding(out, last + chunk * C, tokens, first_head, HEADS, HV, V, C, BLOCK_V)
     # Gates are loaded a head ahead: the first thing that a head does is to add them up.
-    next_even = _load_every_other(g, 0, count, g_stride_t, C)
-    next_odd = _load_every_other(g, 1, count, g_stride_t, C)
+    first_g = g + first_head.to(tl.int64) * g_stride_h
+    next_even = _load_every_other(first_g, 0, count, g_stride_t, C)
+    next_odd = _load_every_other(first_g, 1, count, g_stride_t, C)
     k_factor = tl.zeros([C], tl.float32)
     of_query = k_factor + scale
     if L2NORM:
@@ -464,55 +427,54 @@ def _prepare_chunk(
                 tile = load_rows(k, r, more, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
                 _store_keys(keys_at, _normalise(tile, k_factor), r, more, K, BK)
     query_even, query_odd = tl.split(tl.reshape(of_query, [C // 2, 2]))
-    KK = _product(
-        k, k, k_tile, k_tile, k_factor, r, token_ok, k_stride_t, k_stride_d, k_stride_t,
-        k_stride_d, K, BK, NK, L2NORM, L2NORM, PRECISION, WIDE,
-    )  # fmt: skip
-    QK = _product(
+    # Once for all heads: they stay in registers.
+    KK, QK = _products(
         q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
-        k_stride_d, K, BK, NK, False, L2NORM, PRECISION, WIDE,
+        k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE,
     )  # fmt: skip
     JOIN: tl.constexpr = beta.dtype.element_ty.primitive_bitwidth == 32
     heads = tl.where(count > 0, HEADS, 0)
     for j in range(heads):
         even, odd = next_even, next_odd
-        next_head = g + (j + 1) * g_stride_h
+        h = (first_head + j).to(tl.int64)
+        next_g = g + (h + 1) * g_stride_h
         next_count = tl.where(j + 1 < HEADS, count, 0)
-        next_even = _load_every_other(next_head, 0, next_count, g_stride_t, C)
-        next_odd = _load_every_other(next_head, 1, next_count, g_stride_t, C)
-        beta_head = beta + j * beta_stride_h
+        next_even = _load_every_other(next_g, 0, next_count, g_stride_t, C)
+        next_odd = _load_every_other(next_g, 1, next_count, g_stride_t, C)
+        beta_head = beta + h * beta_stride_h
         beta_even = _load_every_other(beta_head, 0, count, beta_stride_t, C).to(tl.float32)
         beta_odd = _load_every_other(beta_head, 1, count, beta_stride_t, C).to(tl.float32)
         strength = tl.load(beta_head + t * beta_stride_t, mask=token_ok, other=0.0)
         strength = strength.to(tl.float32)
-        # In float64: decays are differences of these sums, and small gates follow large ones.
+        # Sums of gates up to each token and after it. In float64: decays are differences of them,
+        # and small gates follow large ones.
         odd = odd.to(tl.float64) * LOG2E
         both = even.to(tl.float64) * LOG2E + odd
         upto = tl.cumsum(both, 0)
-        left_odd = tl.sum(both, 0) - upto
-        left_even = left_odd + odd
-        left = _interleave(left_even.to(tl.float32), left_odd.to(tl.float32), JOIN)
-        exponent = left[None, :] - left[:, None]
+        after_odd = tl.sum(both, 0) - upto
+        after_even = after_odd + odd
+        after = _interleave(after_even.to(tl.float32), after_odd.to(tl.float32), JOIN)
+        exponent = after[None, :] - after[:, None]
         if EXACT:
-            rest = _interleave(_rest(left_even), _rest(left_odd), JOIN)
+            rest = _interleave(_rest(after_even), _rest(after_odd), JOIN)
             exponent += rest[None, :] - rest[:, None]
         decay = tl.exp2(tl.where(r[:, None] >= r[None, :], exponent, float("-inf")))
 
         T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION)
         T *= strength[None, :]
-        W_at = weights + (chunk * HV + first_head + j) * (2 * C * C) + r[:, None] * C + r[None, :]
-        W = tl.where(r[:, None] == r[None, :], 0.0, tl.exp2(left)[:, None] * T)
+        W_at = weights + (chunk * HV + h) * (2 * C * C) + r[:, None] * C + r[None, :]
+        W = tl.where(r[:, None] == r[None, :], 0.0, tl.exp2(after)[:, None] * T)
         tl.store(W_at, W.to(weights.dtype.element_ty))
         U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
 
-        vectors_at = vectors + (chunk * HV + first_head + j) * (3 * C) + 2 * tl.arange(0, C // 2)
+        vectors_at = vectors + (chunk * HV + h) * (3 * C) + 2 * tl.arange(0, C // 2)
         start_even = tl.exp2((upto - odd).to(tl.float32))
         start_odd = tl.exp2(upto.to(tl.float32))
         tl.store(vectors_at, start_even)
         tl.store(vectors_at + 1, start_odd)
-        tl.store(vectors_at + C, tl.exp2(left_even.to(tl.float32)) * beta_even)
-        tl.store(vectors_at + C + 1, tl.exp2(left_odd.to(tl.float32)) * beta_odd)
+        tl.store(vectors_at + C, tl.exp2(after_even.to(tl.float32)) * beta_even)
+        tl.store(vectors_at + C + 1, tl.exp2(after_odd.to(tl.float32)) * beta_odd)
         tl.store(vectors_at + 2 * C, query_even * start_even)
         tl.store(vectors_at + 2 * C + 1, query_odd * start_odd)
     return next_row, next_first, next_end, next_stop
