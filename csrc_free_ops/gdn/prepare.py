@@ -358,7 +358,7 @@ def _prepare_chunk(
     HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, BESIDE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS value heads of a chunk, from the first on; only padding if there is no such chunk."""
@@ -378,14 +378,14 @@ def _prepare_chunk(
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
     # While these are under way:
-    if AHEAD:
+    if BESIDE:
         if is_later:
             _count_chunk(counter)
     next_row, next_first, next_end, next_stop = _tokens_of_later(
         next_chunk, chunk, row, first, end, stop, cu_seqlens, chunk_starts, tokens, sequences, C,
         HAS_CU,
     )  # fmt: skip
-    if AHEAD and PDL:
+    if BESIDE and PDL:
         next_tokens = tl.minimum(next_end - next_first, C).to(tl.int32)
         next_head = next_first_head // GROUP
         _prefetch_rows(
@@ -480,22 +480,22 @@ def _prepare_chunk(
     return next_row, next_first, next_end, next_stop
 
 
-@triton.jit(do_not_specialize=["chunks", "tokens", "sequences"])
+@triton.jit(do_not_specialize=["chunks", "ahead", "tokens", "sequences"])
 def prepare_kernel(
     q, k, g, beta, cu_seqlens, chunk_starts,
     weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
     vectors,  # out, float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; factor of Q S
     keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
     out,  # tokens of no sequence are set to zero
-    ready,  # in and out, int32 [ceil(chunks / AHEAD), HQ]: how much of AHEAD chunks is there
-    chunks, tokens, sequences, scale,
+    ready,  # in and out, int32 [ceil(chunks / ahead), HQ]: how much of so many chunks is there
+    chunks, ahead, tokens, sequences, scale,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
     HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
-    AHEAD: tl.constexpr,  # 0: the scan starts when this kernel has ended
+    BESIDE: tl.constexpr,  # the scan runs beside this kernel; else it starts when that has ended
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
@@ -505,7 +505,7 @@ def prepare_kernel(
     row, first, end, stop = _tokens_of_chunk(
         chunk, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU
     )
-    if AHEAD:
+    if BESIDE:
         # The scan needs a part of each multiprocessor only: its programs start beside these, which
         # all run by then, and wait for what they count here.
         let_next_kernel_start(PDL)
@@ -524,9 +524,9 @@ def prepare_kernel(
                 k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
                 beta_stride_b, beta_stride_t, beta_stride_h,
                 HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION,
-                SOLVE_PRECISION, WIDE, EXACT, AHEAD, PDL,
+                SOLVE_PRECISION, WIDE, EXACT, BESIDE, PDL,
             )  # fmt: skip
-            counter = ready + chunk // AHEAD * HQ + first_head // GROUP
+            counter = ready + chunk // ahead * HQ + first_head // GROUP
         _count_chunk(counter)
     else:
         first_head = tl.program_id(0) % PARTS * HEADS
@@ -538,5 +538,5 @@ def prepare_kernel(
             k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
             beta_stride_b, beta_stride_t, beta_stride_h,
             HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION, SOLVE_PRECISION,
-            WIDE, EXACT, AHEAD, PDL,
+            WIDE, EXACT, BESIDE, PDL,
         )  # fmt: skip
