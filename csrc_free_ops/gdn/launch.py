@@ -229,7 +229,9 @@ def plan_gdn(
         grid=1,
         pointers=dict(cu_seqlens=cu, chunk_starts=starts, h_cu_starts=h_starts, ready=starts),
         scalars=dict(tokens=T, sequences=sequences, counters=counters),
-        constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact", BESIDE=beside),
+        constants=dict(
+            **shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact", BESIDE=beside
+        ),
         options=_options(device, 4),
     )
     prepare = Launch(
