@@ -57,19 +57,24 @@ def default_config(
     narrow = dtype.itemsize == 2
     # Of sm_100's 512 columns of tensor memory two heads of prepare in a loop take up to 1088 in
     # float32.
-    has_tensor_memory = device.is_nvidia and (device.capability or (0, 0))[0] == 10
     # 64 rows of S^T would be those of one product on Hopper's tensor cores, but the products of a
     # chunk wait for each other: half as many rows and twice the programs were a third faster.
     bk, bv = min(_pow2(K), 64), min(_pow2(V), 32)
-    prepare_bk = min(_pow2(K), 128 if narrow else 32)
+    # The same tensor memory is enough for float32 in four pieces of K = 256, but not in eight.
+    wide = 128 if narrow else 64 if _has_tensor_memory(device) else 32
+    prepare_bk = min(_pow2(K), wide)
     while _prepare_bound(prepare_bk, dtype) > device.shared_memory:
         prepare_bk //= 2
-    heads = 1 if group % 2 or (has_tensor_memory and dtype is torch.float32) else 2
+    heads = 1 if group % 2 or (_has_tensor_memory(device) and dtype is torch.float32) else 2
     for stages in (3, 2, 1):
         config = GdnConfig(prepare_bk, 4, heads, bk, bv, 4, stages)
         if shared_memory_bound(config, K, dtype) <= device.shared_memory:
             break
     return config
+
+
+def _has_tensor_memory(device: DeviceFacts) -> bool:
+    return device.is_nvidia and (device.capability or (0, 0))[0] == 10
 
 
 def shared_memory_bound(config: GdnConfig, K: int, dtype: torch.dtype) -> int:
@@ -110,8 +115,9 @@ def chunks_ahead(programs: int, chunks: int, device: DeviceFacts) -> int:
     It runs beside the prepare kernel where a program of each fits on every multiprocessor. More
     programs would take the room of the prepare kernel's, which none of them can do without. Until
     the first chunks are there the scan waits 1.6 us for each, and later 2.5 us each time (H200).
+    With tensor memory prepare's loop over chunks does not compile (Triton 3.6).
     """
-    if not device.has_pdl or programs > device.multiprocessors:
+    if _has_tensor_memory(device) or not device.has_pdl or programs > device.multiprocessors:
         return 0
     return 8 if chunks <= 64 else 16 if chunks <= 256 else 32
 
