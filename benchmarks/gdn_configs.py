@@ -5,10 +5,11 @@
     python benchmarks/gdn_configs.py --cases 1x8k --configs default bv=32,scan_stages=2
     python benchmarks/gdn_configs.py --cases 2/8_1x8k,2/8_1x32k
 
-A configuration is the default one with fields of `GdnConfig` replaced; `default` is the default.
-`default_config` in `csrc_free_ops/gdn/launch.py` was written from such runs. Kernels compile in
-parallel before anything is timed. One line a case and kernel is printed: microseconds, the best
-first; a launch that several configurations share is timed once. `run` is all launches together.
+A configuration is that of `default_config` in `csrc_free_ops/gdn/launch.py`, which was written from
+such runs, with fields of `GdnConfig` replaced; `default` is what a call takes, which goes by the
+number of programs as well. Kernels compile in parallel before anything is timed. One line a case
+and kernel is printed: microseconds, the best first; a launch that several configurations share is
+timed once. `run` is all launches together.
 Cases of few heads and many tokens, whose sequences are split, have a list of configurations of
 their own.
 With `--normalised` q and k are normalised beforehand, which shows what that costs inside.
@@ -133,12 +134,12 @@ def main() -> None:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def parse(text: str) -> GdnConfig:
-    """The configuration that a text stands for."""
+def parse(text: str) -> GdnConfig | None:
+    """The configuration that a text stands for; None is what the shapes of a case lead to."""
+    if text == "default":
+        return None
     facts = device_facts(environment.default_device())
     config = default_config(HEAD_SIZE, HEAD_SIZE, 2, torch.bfloat16, facts)
-    if text == "default":
-        return config
     fields = dict(pair.split("=") for pair in text.split(","))
     return config._replace(**{name: int(value) for name, value in fields.items()})
 
@@ -153,7 +154,7 @@ def configs_for(case: GdnCase) -> list[str]:
     return SPLIT if is_split(case) else [*PREPARE, *SCAN]
 
 
-def plan_for(case: GdnCase, config: GdnConfig, qk_l2norm: bool = True) -> GdnPlan:
+def plan_for(case: GdnCase, config: GdnConfig | None, qk_l2norm: bool = True) -> GdnPlan:
     device = device_facts(environment.default_device())
     T, Hq, Hv, D = case.tokens, case.q_heads, case.v_heads, HEAD_SIZE
     q = contiguous_facts((1, T, Hq, D), torch.bfloat16)

@@ -3,8 +3,8 @@
     python benchmarks/gdn_decode_configs.py --out benchmarks/results/gdn_decode_configs_h200.json
     python benchmarks/gdn_decode_configs.py --cases b64_float32 --configs bv=64,num_warps=8 bv=32
 
-A configuration is the default one with fields of `RecurrentConfig` replaced; `default` is the
-default. `default_config` in `csrc_free_ops/gdn/decode.py` was written from such runs. The kernel
+A configuration is the case's default one with fields of `RecurrentConfig` replaced; `default` is
+that. `default_config` in `csrc_free_ops/gdn/decode.py` was written from such runs. The kernel
 alone is timed: no operator, no choice of tiers. Kernels compile in parallel before anything is
 timed. One line a case is printed: microseconds, the best first.
 """

@@ -14,6 +14,7 @@ from csrc_free_ops.launch import Launch, LaunchPlan
 from csrc_free_ops.sizes import next_power_of_2
 
 _GATES_BLOCK = 256
+_MIB = 1 << 20
 
 
 class RecurrentConfig(NamedTuple):
@@ -30,12 +31,25 @@ class RecurrentConfig(NamedTuple):
 
 
 def default_config(q: TensorFacts, state: TensorFacts) -> RecurrentConfig:
-    """A tile of states ``[P,Hv,V,K]`` for tokens ``[B,Sq,Hq,K]``. Not tuned yet."""
-    Sq, K, V = q.shape[1], q.shape[3], state.shape[2]
+    """A tile of states ``[P,Hv,V,K]`` for tokens ``[B,Sq,Hq,K]``.
+
+    Written from runs of `benchmarks/gdn_decode_configs.py` on an H200, with one token a row. From
+    some bytes on there are programs enough to fill the GPU with larger tiles, and from some more
+    on only the rate of the memory counts.
+    """
+    (B, Sq, _, K), (_, Hv, V) = q.shape, state.shape[:3]
     num_warps = 4 if K <= 128 else 8
     if state.stride[3] != 1 and state.stride[2] == 1:  # K-first memory: threads run along V
         return RecurrentConfig(min(next_power_of_2(V), 64), 2, num_warps)
-    return RecurrentConfig(min(next_power_of_2(V), 32), 8, num_warps, 1 if Sq == 1 else 2)
+    config = RecurrentConfig(min(next_power_of_2(V), 32), 8, num_warps, 1 if Sq == 1 else 2)
+    size = B * Hv * V * K * state.dtype.itemsize
+    if size >= 32 * _MIB:
+        if state.dtype.itemsize == 4:
+            return config._replace(lanes=16)
+        return config._replace(load_policy="evict_first", store_policy="evict_first")
+    if size >= 4 * _MIB:
+        return config._replace(bv=min(next_power_of_2(V), 64))
+    return config
 
 
 def unsupported(q: TensorFacts, v: TensorFacts, state: TensorFacts) -> str | None:

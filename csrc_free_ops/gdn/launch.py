@@ -182,6 +182,9 @@ def plan_gdn(
     Hv, V = v.shape[2:]
     if config is None:
         config = default_config(K, V, Hv // Hq, q.dtype, device)
+        if sequences * Hv * -(-V // config.bv) > device.multiprocessors:
+            # Two programs of a multiprocessor hide more than a third chunk under way.
+            config = config._replace(scan_stages=min(config.scan_stages, 2))
     has_cu = cu_seqlens_dtype is not None
     if has_cu:  # the most that any lengths can need
         m = min(sequences, T)
@@ -230,6 +233,8 @@ def plan_gdn(
     strides = {**_strides("q", q), **_strides("k", k)}
     counters = -(-chunks // ahead) * Hq if ahead else 0
     parts = chunks * Hv // config.heads
+    # Two of a multiprocessor, by their registers, or one and one of the scan.
+    beside_programs = 2 * device.multiprocessors - sequences * Hv * v_tiles
     chunk_map = Launch(
         chunk_map_kernel,
         grid=1,
@@ -242,7 +247,7 @@ def plan_gdn(
     )
     prepare = Launch(
         prepare_kernel,
-        grid=min(parts, device.multiprocessors) if ahead else parts,
+        grid=min(parts, beside_programs) if ahead else parts,
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), g=(g.dtype, g.aligned),
             beta=(beta.dtype, beta.aligned), cu_seqlens=cu, chunk_starts=starts, weights=dtype,

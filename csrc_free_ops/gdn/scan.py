@@ -83,7 +83,7 @@ def scan_kernel(
     if BESIDE:
         # Instead of waiting for its end. Nothing else says that the multiprocessor's cache holds
         # what earlier kernels wrote, the first of them in particular.
-        wait_for_count(ready, 1)
+        wait_for_count(ready, 1, NVIDIA)
     else:
         wait_for_earlier_kernels(PDL)
     let_next_kernel_start(PDL)
@@ -180,7 +180,7 @@ def scan_kernel(
         if BESIDE:
             group = first_chunk // ahead + n
             parts = tl.minimum(chunks - group * ahead, ahead) * PARTS
-            wait_for_count(ready + group * HQ + q_head, parts.to(tl.int32))
+            wait_for_count(ready + group * HQ + q_head, parts.to(tl.int32), NVIDIA)
             stop = tl.minimum((group + 1) * ahead - first_chunk, count).to(tl.int32)
         # Where the loop ends the pointers are not: those of loads are chunks ahead in it.
         first = tl.zeros((), tl.int64) + begun
