@@ -34,6 +34,18 @@ class StepCase:
     v_heads: int = 32
     head_size: int = 128
 
+    @property
+    def state_bytes(self) -> int:
+        """Of one set of states."""
+        return self.batch * self.v_heads * self.head_size**2 * self.dtype.itemsize
+
+    @property
+    def moved_bytes(self) -> int:
+        """The fewest bytes of one step: states read and written, tokens read, out written."""
+        heads = 2 * self.q_heads + 2 * self.v_heads  # of q, k, v, out
+        tokens = self.batch * heads * self.head_size * torch.bfloat16.itemsize
+        return 2 * self.state_bytes + tokens
+
 
 CASES = {
     case.name: case
@@ -54,8 +66,7 @@ class StepInputs:
         self.case = case
         self.device = device
         B, Hq, Hv, D = case.batch, case.q_heads, case.v_heads, case.head_size
-        self.state_bytes = B * Hv * D * D * case.dtype.itemsize
-        self.sets = max(2, min(_MOST_SETS, -(-int(_LEAST_BYTES) // self.state_bytes)))
+        self.sets = max(2, min(_MOST_SETS, -(-int(_LEAST_BYTES) // case.state_bytes)))
         generator = torch.Generator(device=device).manual_seed(4)
         make = functools.partial(torch.randn, device=device, generator=generator)
         self.q, self.k, self.v, self.a, self.b = (
@@ -69,12 +80,6 @@ class StepInputs:
     @property
     def scale(self) -> float:
         return self.case.head_size**-0.5
-
-    @property
-    def moved_bytes(self) -> int:
-        """The fewest bytes of one step: states read and written, tokens read, out written."""
-        tokens = sum(x.numel() * x.element_size() for x in (self.q, self.k, self.v, self.v))
-        return 2 * self.state_bytes + tokens
 
     def reset(self) -> None:
         """Every set holds the first states again."""
