@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch_attn_tiers.cli.bench.gdn_decode_sides import CASES as STEP_CASES
 from torch_attn_tiers.cli.bench.report import best_sides, floor_ratio, number, wider_side
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -220,11 +221,31 @@ def gdn_configs_table(result: dict[str, Any]) -> str:
         [
             _table(header, rows),
             "",
-            "Median microseconds, the fastest first; - where a kernel is the default's"
+            "Median microseconds, the fastest first; - where a kernel is another row's, timed there"
             + (", or there is none as nothing is split." if "chain_kernel" in labels else "."),
             _provenance(result),
         ]
     )
+
+
+def gdn_decode_configs_table(result: dict[str, Any]) -> str:
+    """benchmarks/gdn_decode_configs.py: the default configuration and the fastest of each case."""
+    times: dict[str, dict[str, float]] = {}
+    for row in result["rows"]:
+        times.setdefault(row["case"], {})[row["config"]] = statistics.median(row["us"])
+    rows = []
+    for case, configs in times.items():
+        fastest = min(configs, key=lambda config: configs[config])
+        floor = STEP_CASES[case].moved_bytes / result["copy_tb_per_s"] / 1e6
+        cells = [f"`{case}`", number(floor, 1), number(configs.get("default"), 1)]
+        rows.append([*cells, number(configs[fastest], 1), f"`{fastest}`"])
+    text = [_table(["case", "floor", "`default`", "fastest", "configuration"], rows), ""]
+    text.append(
+        "Median microseconds. The floor is the time to copy the bytes in and out at the measured"
+        f" {result['copy_tb_per_s']:.2f} TB/s."
+    )
+    text.append(_provenance(result))
+    return "\n".join(text)
 
 
 def decode_float8_table(result: dict[str, Any]) -> str:
@@ -293,6 +314,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_float8_h200": decode_float8_table,
     "gdn_h200": gdn_table,
     "gdn_configs_h200": gdn_configs_table,
+    "gdn_decode_configs_h200": gdn_decode_configs_table,
     "boundary_cpu": boundary_table,
     "gpu_tests_h200": tests_table,
     "gpu_tests_libraries_h200": tests_table,

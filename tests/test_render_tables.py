@@ -205,6 +205,23 @@ def test_gdn_tables(tables: ModuleType) -> None:
     assert lines[3] == "| `1x8k` | `default` | 5 | 2 | - | 7 | 13 |"
 
 
+def test_gdn_decode_configs_table(tables: ModuleType) -> None:
+    times = [
+        ("b8_bfloat16", "bv=64", [5.0, 5.2, 9.0]), ("b8_bfloat16", "default", [6.6] * 3),
+        ("b64_float32", "default", [68.0] * 3), ("b64_float32", "lanes=16", [68.9] * 3),
+        ("b1_float32", "lanes=16", [3.0] * 3),
+    ]  # fmt: skip
+    rows = [{"case": case, "config": config, "us": us} for case, config, us in times]
+    result = {**counts_result(), "rows": rows, "copy_tb_per_s": 4.0}
+    lines = tables.gdn_decode_configs_table(result).splitlines()
+    assert lines[2:5] == [  # 2 x 8 MiB of states and 0.2 MB of tokens at 4 TB/s
+        "| `b8_bfloat16` | 4.2 | 6.6 | 5.2 | `bv=64` |",
+        "| `b64_float32` | 67.5 | 68.0 | 68.0 | `default` |",
+        "| `b1_float32` | 1.1 | - | 3.0 | `lanes=16` |",
+    ]
+    assert "4.00 TB/s" in "".join(lines[5:])
+
+
 def test_docs_pages_are_written_and_builds_are_not(tables: ModuleType, root: pathlib.Path) -> None:
     region = "<!-- table:decode_h200 -->\n<!-- /table:decode_h200 -->\n"
     (root / "docs" / "guide" / "speed.md").write_text(region)
