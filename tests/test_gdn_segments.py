@@ -82,12 +82,29 @@ def test_scan_of_few_programs_runs_beside_prepare() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"N": 2}, {"Hv": 64}, {"device": DeviceFacts.of("sm_80")}, {"Hq": 2, "Hv": 8}, {"T": 0}],
+    [
+        {"N": 2},
+        {"Hv": 64},
+        {"device": DeviceFacts.of("sm_80")},
+        {"device": DeviceFacts.of("sm_100")},
+        {"device": DeviceFacts.of("sm_120")},
+        {"Hq": 2, "Hv": 8},
+        {"T": 0},
+    ],
     ids=str,
 )
 def test_other_scans_start_after_prepare(changes: dict[str, Any]) -> None:
     made = plan(**{"Hq": 16, "Hv": 32, **changes})
     assert made.counters == 0 and made.scan.constants["BESIDE"] is False
+
+
+@pytest.mark.parametrize("programs", [2 * 132 - 1, 2 * 132, 1000])
+def test_scan_never_waits_for_a_kernel_of_no_program(programs: int) -> None:
+    """Even if a configuration asks for more programs of the scan than there is room for."""
+    config = default_config(128, 128, 1, torch.bfloat16, H200)._replace(chunks_ahead=1, bv=128)
+    made = plan(200_000, programs, Hq=1, Hv=1, config=config)
+    assert made.scan.grid[0] == programs and made.scan.constants["BESIDE"] is True
+    assert made.prepare is not None and made.prepare.grid[0] == 132
 
 
 def test_sequences_are_split_or_prepared_beside_the_scan() -> None:

@@ -115,11 +115,20 @@ def chunks_ahead(programs: int, chunks: int, device: DeviceFacts) -> int:
     It runs beside the prepare kernel where a program of each fits on every multiprocessor. More
     programs would take the room of the prepare kernel's, which none of them can do without. Until
     the first chunks are there the scan waits 1.6 us for each, and later 2.5 us each time (H200).
-    With tensor memory prepare's loop over chunks does not compile (Triton 3.6).
     """
-    if _has_tensor_memory(device) or not device.has_pdl or programs > device.multiprocessors:
+    if not _runs_beside(device) or programs > device.multiprocessors:
         return 0
     return 8 if chunks <= 64 else 16 if chunks <= 256 else 32
+
+
+def _runs_beside(device: DeviceFacts) -> bool:
+    """Whether the scan can run beside the prepare kernel: on Hopper.
+
+    GPUs before it launch no kernel ahead of the end of another. With tensor memory prepare's loop
+    over chunks does not compile (Triton 3.6), and where there is none since, shared memory is
+    enough for a program of one of the two only (115 KiB of 100 for heads of 128).
+    """
+    return device.has_pdl and (device.capability or (0, 0))[0] == 9
 
 
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
@@ -233,8 +242,11 @@ def plan_gdn(
     strides = {**_strides("q", q), **_strides("k", k)}
     counters = -(-chunks // ahead) * Hq if ahead else 0
     parts = chunks * Hv // config.heads
-    # Two of a multiprocessor, by their registers, or one and one of the scan.
-    beside_programs = 2 * device.multiprocessors - sequences * Hv * v_tiles
+    # Two of a multiprocessor, by their registers, or one and one of the scan. The scan waits for
+    # ever if there is none, so that there is one where a configuration wants too many of the scan.
+    beside_programs = max(
+        2 * device.multiprocessors - sequences * Hv * v_tiles, device.multiprocessors
+    )
     chunk_map = Launch(
         chunk_map_kernel,
         grid=1,
