@@ -113,6 +113,46 @@ def test_sequences_are_split_or_prepared_beside_the_scan() -> None:
         plan(config=config)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"heads": 3}, "config.heads is 3; it must be a divisor of 4"),
+        ({"heads": 0}, "config.heads is 0; it must be a divisor of 4"),
+        ({"heads": 8}, "config.heads is 8; it must be a divisor of 4"),
+        ({"bk": 16}, "config.bk is 16; it must be at least 32"),
+        ({"bk": 48}, "config.bk is 48; it must be a power of two"),
+        ({"prepare_bk": 8}, "config.prepare_bk is 8; it must be a power of two from 16 on"),
+        ({"bv": 24}, "config.bv is 24"),
+        ({"scan_stages": 0}, "config.scan_stages is 0; it must be 1 or more"),
+        ({"segment_chunks": -1}, "config.segment_chunks is -1"),
+        ({"chunks_ahead": -8}, "config.chunks_ahead is -8"),
+    ],
+    ids=str,
+)
+def test_configuration_that_would_compute_something_else(
+    fields: dict[str, int], message: str
+) -> None:
+    config = default_config(128, 128, 4, torch.bfloat16, H200)._replace(**fields)
+    with pytest.raises(ValueError, match=message):
+        plan(config=config)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120"])
+def test_scan_beside_prepare_is_refused_where_it_cannot_be(arch: str) -> None:
+    device = DeviceFacts.of(arch)
+    config = default_config(128, 128, 2, torch.bfloat16, device)._replace(chunks_ahead=8)
+    with pytest.raises(ValueError, match=f"chunks_ahead is 8; it must be 0 or None on {arch}"):
+        plan(8192, Hq=16, Hv=32, device=device, config=config)
+
+
+def test_few_keys_are_one_tile() -> None:
+    q = contiguous_facts((1, 150, 1, 32), torch.bfloat16)
+    gate = contiguous_facts((1, 150, 1), torch.float32)
+    config = default_config(32, 32, 1, torch.bfloat16, H200)._replace(bk=16)
+    with pytest.raises(ValueError, match="config.bk is 16; it must be at least 32, one tile"):
+        plan_gdn(q, q, q, gate, gate, H200, sequences=1, scale=1.0, config=config)
+
+
 @pytest.mark.parametrize("T", [4096, 8192, 32768, 131072])
 def test_scratch_of_split_sequences_is_small(T: int) -> None:
     """At most 160 bytes for each token and value head."""

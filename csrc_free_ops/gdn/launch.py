@@ -41,8 +41,8 @@ class GdnConfig(NamedTuple):
     scan_registers: int | None = None
     #: Chunks of a segment that sequences are split into; 0: they are not; None: by shapes.
     segment_chunks: int | None = None
-    #: The scan runs beside prepare and waits for that many chunks at a time; 0: it starts after
-    #: prepare; None: by shapes.
+    #: The scan runs beside prepare (on Hopper) and waits for that many chunks at a time; 0: it
+    #: starts after prepare; None: by shapes.
     chunks_ahead: int | None = None
 
 
@@ -71,6 +71,41 @@ def default_config(
         if shared_memory_bound(config, K, dtype) <= device.shared_memory:
             break
     return config
+
+
+def check_config(
+    config: GdnConfig, K: int, group: int, dtype: torch.dtype, device: DeviceFacts
+) -> None:
+    """Raises ``ValueError`` for a configuration with which kernels would compute something else.
+
+    Or would not compile, with an error that does not name the field. Numbers of warps and registers
+    are left to the compiler.
+    """
+
+    def check(name: str, is_right: bool, rule: str) -> None:
+        if not is_right:
+            raise ValueError(f"config.{name} is {getattr(config, name)}; it must be {rule}")
+
+    check("heads", 0 < config.heads <= group and group % config.heads == 0, f"a divisor of {group}")
+    for name in ("prepare_bk", "bk", "bv"):
+        size = getattr(config, name)
+        check(name, size == _pow2(size), "a power of two from 16 on")
+    check("bk", 4 * config.bk >= K, f"at least {-(-K // 4)}, so that there are four tiles at most")
+    if _in_two_terms(K, dtype):
+        check("bk", config.bk >= K, f"at least {K}, one tile where K is {C // 2} or less")
+    check("scan_stages", config.scan_stages > 0, "1 or more")
+    check("segment_chunks", (config.segment_chunks or 0) >= 0, "None, 0 or more")
+    check("chunks_ahead", (config.chunks_ahead or 0) >= 0, "None, 0 or more")
+    if not _runs_beside(device):
+        check("chunks_ahead", not config.chunks_ahead, f"0 or None on {device.arch}")
+
+
+def _in_two_terms(K: int, dtype: torch.dtype) -> bool:
+    """Whether S is updated by D in two terms.
+
+    More tokens in a chunk than keys are independent: D answers to errors of itself.
+    """
+    return K <= C // 2 and dtype is not torch.float32
 
 
 def _has_tensor_memory(device: DeviceFacts) -> bool:
@@ -185,7 +220,8 @@ def plan_gdn(
     With the dtypes of indices the state is a pool ``[P,Hv,V,K]``, to be run by ``run_pool``.
 
     Raises:
-        ValueError: ``batch_invariant`` and a configuration that splits sequences.
+        ValueError: a configuration that breaks the rules of ``check_config``, that splits sequences
+            with ``batch_invariant``, or that splits them and has the scan run beside prepare.
     """
     B, T, Hq, K = q.shape
     Hv, V = v.shape[2:]
@@ -194,6 +230,8 @@ def plan_gdn(
         if sequences * Hv * -(-V // config.bv) > device.multiprocessors:
             # Two programs of a multiprocessor hide more than a third chunk under way.
             config = config._replace(scan_stages=min(config.scan_stages, 2))
+    else:
+        check_config(config, K, Hv // Hq, q.dtype, device)
     has_cu = cu_seqlens_dtype is not None
     if has_cu:  # the most that any lengths can need
         m = min(sequences, T)
@@ -285,9 +323,7 @@ def plan_gdn(
     places = 0 if state is None else state.shape[0]
     in_registers = dict(
         **tiles, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
-        HAS_POOL=pool is not None,
-        # More tokens in a chunk than keys are independent: D answers to errors of itself.
-        TWO_TERMS=K <= C // 2 and not exact,
+        HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype),
         BY_PRODUCT=not exact, NVIDIA=device.is_nvidia,
     )  # fmt: skip
     scan = Launch(
