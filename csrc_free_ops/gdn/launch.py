@@ -267,8 +267,9 @@ def plan_gdn(
     solve_precision = "ieee"
     if tensor_cores:
         solve_precision = "tf32" if q.dtype is torch.bfloat16 else "tf32x3"
+    # Offsets within a chunk, and from one chunk to the next.
     wide = C * Hv * V >= 2**31 or any(
-        (C - 1) * x.stride[1] + (x.shape[3] - 1) * x.stride[3] >= 2**31 for x in (q, k, v)
+        C * x.stride[1] + (x.shape[3] - 1) * x.stride[3] >= 2**31 for x in (q, k, v)
     )
 
     dtype = (q.dtype, True)

@@ -97,6 +97,11 @@ def scan_kernel(
     kd = tl.arange(0, BK)
     r = tl.arange(0, C)
 
+    if WIDE:
+        # C tokens further is more than 32 bits hold.
+        q_stride_t += tl.zeros((), tl.int64)
+        k_stride_t += tl.zeros((), tl.int64)
+        v_stride_t += tl.zeros((), tl.int64)
     i = part
     is_last = True
     if SPLIT:

@@ -103,6 +103,9 @@ def segment_kernel(
         if NK > 3:
             S3 = _identity(vd, 3, BK)
 
+    if WIDE:  # as in the scan
+        k_stride_t += tl.zeros((), tl.int64)
+        v_stride_t += tl.zeros((), tl.int64)
     if HAS_CU:
         row = tl.zeros((), tl.int64)
         begin, _ = sequence_bounds(cu_seqlens, i, tokens, True)
