@@ -277,7 +277,7 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
         bound = shared_memory_bound(config, K, dtype)
         what = f"{str(dtype).removeprefix('torch.')}, K={K}, V={V}, h={h_layout}"
         what += f", pool {options['pool']}" if "pool" in options else ""
-        reason = unsupported(q, q, v, device)
+        reason = unsupported(q, q, v, device, **options)
         if reason is not None:
             raise SystemExit(f"{what}: not supported on {name}: {reason}")
         plan = plan_gdn(q, q, v, gate, gate, device, **options)

@@ -12,8 +12,8 @@ from csrc_free_ops.facts import DeviceFacts, contiguous_facts
 pytest.importorskip("triton")
 
 from csrc_free_ops.gdn import GdnPlan, plan_gdn
-from csrc_free_ops.gdn.chunk_map import segment_map_kernel
-from csrc_free_ops.gdn.launch import default_config
+from csrc_free_ops.gdn.chunk_map import chunk_map_kernel, segment_map_kernel
+from csrc_free_ops.gdn.launch import default_config, unsupported
 
 H200 = DeviceFacts.of("sm_90")
 C = 64
@@ -245,3 +245,29 @@ def test_segments_of_bounds_that_break_the_rules_lie_within_the_scratch(bounds: 
             if i >= 0:
                 assert before >= 0 and 0 <= count <= L
                 assert 0 <= first_chunk <= first_chunk + count <= chunks
+
+
+def test_chunk_starts_of_bounds_that_break_the_rules_do_not_wrap_around() -> None:
+    T, N = 2**30, 1000  # each second sequence has all tokens
+    made = plan(T, N, cu_seqlens_dtype=torch.int64)
+    launch = made.chunk_map
+    assert launch is not None
+    cu = torch.tensor([0, T] * (N // 2) + [0])
+    starts = torch.full((N + 1,), -1, dtype=torch.int32)
+    constants = {**launch.constants, "BLOCK": 16, "PDL": False}
+    chunk_map_kernel[launch.grid](cu, starts, starts, starts, **launch.scalars, **constants)
+    assert starts[:3].tolist() == [0, T // C, T // C] and starts[-1] == 2**31 - 1
+    assert (starts.diff() >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("T", "N", "reason"),
+    [
+        (2**31, 1, "more than 2^31 tokens"),
+        (2**30, 2**24, None),
+        (2**30, 2**26, "more than 2^31 sequences, heads and tiles of V"),
+    ],
+)
+def test_what_32_bits_do_not_hold_is_not_supported(T: int, N: int, reason: str | None) -> None:
+    q = contiguous_facts((1, T, 8, 128), torch.bfloat16)
+    assert unsupported(q, q, q, H200, sequences=N) == reason

@@ -68,6 +68,12 @@ def sequence_of(chunk_starts, chunk, sequences):
     return low
 
 
+@triton.jit
+def _saturated(n):
+    """In 32 bits; there are more chunks than those hold only if cu_seqlens breaks its rules."""
+    return tl.minimum(n, 2**31 - 1).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["tokens", "sequences", "counters"])
 def chunk_map_kernel(
     cu_seqlens,
@@ -104,14 +110,14 @@ def chunk_map_kernel(
         count = (length + C - 1) // C
         if HAS_CU:
             before = chunks + tl.cumsum(count, 0) - count
-            tl.store(chunk_starts + i, before.to(tl.int32), mask=inside)
+            tl.store(chunk_starts + i, _saturated(before), mask=inside)
             chunks += tl.sum(count, 0)
         if HAS_H_STARTS:
             count = length // C
             tl.store(h_cu_starts + i, complete + tl.cumsum(count, 0) - count, mask=inside)
             complete += tl.sum(count, 0)
     if HAS_CU:
-        tl.store(chunk_starts + sequences, chunks.to(tl.int32))
+        tl.store(chunk_starts + sequences, _saturated(chunks))
     if HAS_H_STARTS:
         tl.store(h_cu_starts + sequences, complete)
 

@@ -178,6 +178,8 @@ def unsupported(
     k: TensorFacts,
     v: TensorFacts,
     device: DeviceFacts,
+    *,
+    sequences: int,
     **_: Any,
 ) -> str | None:
     """Why the kernels cannot take a legal problem, in words; None if they can."""
@@ -188,9 +190,13 @@ def unsupported(
             f"needs {needed} bytes of shared memory for head sizes {q.shape[3]} and {v.shape[3]}, "
             f"{device.arch} has {device.shared_memory}"
         )
-    programs = v.shape[2] * (v.shape[0] * v.shape[1] // C + v.shape[0] + 1)
-    if programs >= 2**31:
+    tokens, heads = v.shape[0] * v.shape[1], v.shape[2]
+    if tokens >= 2**31:
+        return "more than 2^31 tokens"
+    if heads * (tokens // C + v.shape[0] + 1) >= 2**31:
         return "more than 2^31 chunks and heads"
+    if sequences * heads * -(-v.shape[3] // config.bv) >= 2**31:
+        return "more than 2^31 sequences, heads and tiles of V"
     return None
 
 

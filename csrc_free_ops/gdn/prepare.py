@@ -13,7 +13,8 @@ of the chunk and the factor of Q S in the outputs: scale, decay and, with ``qk_l
 q. The normalised keys are stored as well: to make them again for each tile of V took the scan half
 of its instructions.
 
-A program is one chunk of HEADS value heads, which share the tiles of a head of q and k. With
+A program is one chunk of HEADS value heads, which share the tiles of a head of q and k; with BESIDE
+it goes through several, in the order of the chunks, while the scan follows (see docs/gdn.md). With
 four warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one
 warp alone exchange nothing with the others.
 """
@@ -237,14 +238,18 @@ def _prefetch(x):
 @triton.jit
 def _prefetch_rows(
     x, row, head, first, count, stride_b, stride_t, stride_h, stride_d, C: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Brings ``count`` rows of C from the first on into the L2, as far as there are any."""
+    """Brings BLOCK columns of ``count`` rows of C from the first on into the L2, as far as there
+    are any."""
     LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = max(COLUMNS // LINE, 1)
+    LINES: tl.constexpr = max(BLOCK // LINE, 1)
     r = tl.arange(0, C)
     x += tl.where(count > 0, row * stride_b + head * stride_h + first * stride_t, 0)
-    lines = tl.arange(0, LINES).to(tl.int64) * LINE * stride_d
+    lines = tl.arange(0, LINES).to(tl.int64) * LINE
+    if SIZE < BLOCK:
+        lines = tl.minimum(lines, SIZE - 1)
+    lines *= stride_d
     _prefetch(x + (tl.where(r < count, r, 0).to(tl.int64) * stride_t)[:, None] + lines[None, :])
 
 
@@ -390,19 +395,19 @@ def _prepare_chunk(
         next_head = next_first_head // GROUP
         _prefetch_rows(
             all_k, next_row, next_head, next_first, next_tokens, k_stride_b, k_stride_t,
-            k_stride_h, k_stride_d, C, BK,
+            k_stride_h, k_stride_d, C, K, BK,
         )  # fmt: skip
         _prefetch_rows(
             all_q, next_row, next_head, next_first, next_tokens, q_stride_b, q_stride_t,
-            q_stride_h, q_stride_d, C, BK,
+            q_stride_h, q_stride_d, C, K, BK,
         )  # fmt: skip
         _prefetch_rows(
             all_g, next_row, next_first_head, next_first, next_tokens, g_stride_b, g_stride_t,
-            g_stride_h, 0, C, 1,
+            g_stride_h, 0, C, 1, 1,
         )  # fmt: skip
         _prefetch_rows(
             all_beta, next_row, next_first_head, next_first, next_tokens, beta_stride_b,
-            beta_stride_t, beta_stride_h, 0, C, 1,
+            beta_stride_t, beta_stride_h, 0, C, 1, 1,
         )  # fmt: skip
     if HAS_CU:
         # There are at least as many programs as chunks of tokens behind the last sequence.

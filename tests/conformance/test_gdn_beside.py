@@ -97,6 +97,18 @@ def test_pool_case(name: str, maker: Make, must_run: frozenset[str], counters: l
     assert all(counters)
 
 
+@pytest.mark.parametrize("bounds", [[0, 300, 100, 370], [0, 370] * 2, [370, 0, 5, 0], [90] * 4])
+def test_bounds_that_break_the_rules_are_waited_for_all_the_same(
+    bounds: list[int], maker: Make, must_run: frozenset[str], counters: list[int]
+) -> None:
+    call = prompts(maker(), [300, 0, 70])
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=call.tensors["q"].device)  # type: ignore[union-attr]
+    call = call.with_("h_fla", cu_seqlens=cu_seqlens)
+    call.require(TIER, must_run)
+    out, final_state, _ = call.run(TIER)  # within the tensors, and it ends
+    assert out.shape[1] == 370 and final_state.shape[0] == 3 and all(counters)
+
+
 def test_bits_are_those_of_one_kernel_after_the_other(
     maker: Make, must_run: frozenset[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
