@@ -51,8 +51,9 @@ def default_config(
 ) -> GdnConfig:
     """Tile shapes for head sizes K and V and ``group`` heads of v for each of q and k.
 
-    The same for all tokens and sequences, so that the bits of a sequence depend on nothing else.
-    As many stages as the device has shared memory for.
+    The same for all tokens and sequences, so that the bits of a sequence depend on nothing else
+    (``plan_gdn`` changes only what changes none). As many stages as the device has shared memory
+    for.
     """
     narrow = dtype.itemsize == 2
     # Of sm_100's 512 columns of tensor memory two heads of prepare in a loop take up to 1088 in
@@ -235,6 +236,7 @@ def plan_gdn(
         config = default_config(K, V, Hv // Hq, q.dtype, device)
         if sequences * Hv * -(-V // config.bv) > device.multiprocessors:
             # Two programs of a multiprocessor hide more than a third chunk under way.
+            # When loads are issued changes no bit: the same products and sums follow.
             config = config._replace(scan_stages=min(config.scan_stages, 2))
     else:
         check_config(config, K, Hv // Hq, q.dtype, device)

@@ -54,6 +54,24 @@ def test_batch_of_sequences_equals_one_by_one(
 
 
 @every_tier
+def test_bits_do_not_depend_on_how_full_the_gpu_is(
+    tier: str, maker: Make, must_run: frozenset[str]
+) -> None:
+    """More programs than multiprocessors, of which an H200 has 132, have plans of their own."""
+    lengths = [2 * CHUNK + 5, *[CHUNK + 1] * 15, 3 * CHUNK]
+    call = prompts(maker(torch.bfloat16), lengths, Hv=4, K=32, V=64, batch_invariant=True)
+    call.require(tier, must_run)
+    out, final_state = call.run(tier)
+    states = call.tensors["initial_state"]
+    for i in (0, 5, 16):
+        first, end = sum(lengths[:i]), sum(lengths[: i + 1])
+        state = None if states is None else states[i : i + 1]
+        alone_out, alone_state = piece(call, first, end, state).run(tier)
+        assert same_bits(out[:, first:end], alone_out)
+        assert same_bits(final_state[i : i + 1], alone_state)
+
+
+@every_tier
 @pytest.mark.parametrize("cut", [1, 63, 64, 65, 128, 199])
 def test_calls_chained_through_the_state_equal_one_call(
     tier: str, cut: int, maker: Make, must_run: frozenset[str]
