@@ -26,7 +26,7 @@ class RecurrentConfig(NamedTuple):
     unroll: int = 1  # tokens
     load_policy: str = ""  # Triton's eviction policy for reading S: "" or "evict_first"
     store_policy: str = ""  # and for writing it
-    prefetch: bool = False  # asks for S before the kernel ahead has ended (without indices only)
+    prefetch: bool = False  # asks for S before the kernel ahead has ended, where the host knows it
     max_registers: int | None = None  # a thread, so that more programs fit a multiprocessor
 
 
@@ -81,6 +81,9 @@ def plan_gdn_decode(
     """A plan over ``[B,Sq,Hq,K]``, ``[B,Sq,Hv,V]``, ``[B,Sq,Hv]`` and states ``[P,Hv,V,K]``.
 
     With A_log and dt_bias ``[Hv]`` g and beta stand for a and b. new_state is state unless given.
+
+    Raises:
+        ValueError: a configuration that prefetches states which it cannot.
     """
     B, Sq, Hq, K = q.shape
     Hv, V = v.shape[2:]
@@ -91,9 +94,11 @@ def plan_gdn_decode(
     none = TensorFacts((), (0, 0), torch.int64, True)
     reads, writes = read_indices or none, write_indices or none
     write_each = len(writes.shape) == 2
-    is_dense = (
-        state.stride[2:] == (K, 1) and V % config.bv == 0 and K * state.dtype.itemsize % 128 == 0
-    )
+    if config.prefetch and (has_indices or not _can_prefetch(state, config.bv, device)):
+        raise ValueError(
+            f"config.prefetch is {config.prefetch}; it must be False with indices, on GPUs before "
+            "Hopper, and where a program's rows of S are no power of two of lines side by side"
+        )
     ki = min(next_power_of_2(K), config.lanes * 16 // state.dtype.itemsize)
 
     tensors = dict(
@@ -128,12 +133,19 @@ def plan_gdn_decode(
             RAW=A_log is not None, L2NORM=qk_l2norm,
             HAS_INDICES=has_indices, WRITE_EACH=write_each, UNROLL=config.unroll,
             LOAD_POLICY=config.load_policy, STORE_POLICY=config.store_policy,
-            PREFETCH=config.prefetch and device.has_pdl and is_dense and not has_indices,
-            PDL=device.has_pdl,
+            PREFETCH=bool(config.prefetch), PDL=device.has_pdl,
         ),
         options=_options(config, device),
     )  # fmt: skip
     return GdnDecodePlan(device, launch)
+
+
+def _can_prefetch(state: TensorFacts, bv: int, device: DeviceFacts) -> bool:
+    """Whether bv rows of S lie side by side, and the kernel can ask for them before it waits."""
+    V, K = state.shape[2:]
+    lines, rest = divmod(bv * K * state.dtype.itemsize, 128)
+    is_dense = state.stride[2:] == (K, 1) and V % bv == 0
+    return device.has_pdl and is_dense and rest == 0 and lines == next_power_of_2(lines)
 
 
 def _options(config: RecurrentConfig, device: DeviceFacts) -> dict[str, Any]:
