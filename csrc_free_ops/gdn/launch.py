@@ -375,16 +375,15 @@ def plan_gdn(
         )  # fmt: skip
     return GdnPlan(
         device,
-        chunk_map if has_cu or h_layout == "compact" or ahead else None,
-        prepare if chunks else None,
-        split,
-        scan,
-        sequences,
-        chunks,
-        (chunks, Hv, 2, C, C),
-        (chunks, Hv, 3, C),
-        (chunks, Hq, C, K) if qk_l2norm else (0,),
-        counters,
+        chunk_map=chunk_map if has_cu or h_layout == "compact" or ahead else None,
+        prepare=prepare if chunks else None,
+        split=split,
+        scan=scan,
+        sequences=sequences,
+        weights=(chunks, Hv, 2, C, C),
+        vectors=(chunks, Hv, 3, C),
+        keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
+        counters=counters,
     )
 
 
@@ -456,17 +455,25 @@ def _plan_split(
 
 
 class GdnPlan:
-    """The launches of one problem. Safe to share between threads; holds no tensor."""
+    """The launches of one problem. Safe to share between threads; holds no tensor.
+
+    Args:
+        device: what it runs on.
+        chunk_map, prepare, split, scan: its launches, None where there is nothing to do.
+        sequences: how many there are.
+        weights, vectors, keys: the shapes of scratch, see the prepare kernel.
+        counters: how many the scan waits for; 0 if it starts after prepare.
+    """
 
     def __init__(
         self,
         device: DeviceFacts,
+        *,
         chunk_map: Launch | None,
         prepare: Launch | None,
         split: Split | None,
         scan: Launch,
         sequences: int,
-        chunks: int,
         weights: tuple[int, ...],
         vectors: tuple[int, ...],
         keys: tuple[int, ...],
@@ -478,7 +485,6 @@ class GdnPlan:
         self.split = split
         self.scan = scan
         self.sequences = sequences
-        self.chunks = chunks
         self.weights = weights
         self.vectors = vectors
         self.keys = keys
