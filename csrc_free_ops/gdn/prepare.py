@@ -210,19 +210,23 @@ def _norm_factor(
 def _products(
     q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
     K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, L2NORM: tl.constexpr,
-    PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, OF_K: tl.constexpr, OF_Q: tl.constexpr,
 ):  # fmt: skip
-    """K K^T and Q K^T of all rows, whose first columns the tiles hold."""
-    KK = tl.dot(k_tile, tl.trans(k_tile), input_precision=PRECISION)
-    QK = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-    for n in tl.static_range(1, NK):
+    """K K^T and Q K^T of all rows, whose first columns the tiles hold; zeros for one not wanted."""
+    KK = tl.zeros([k_tile.shape[0], k_tile.shape[0]], tl.float32)
+    QK = KK
+    for n in tl.static_range(NK):
         d = n * BK + tl.arange(0, BK)
-        k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
-        if L2NORM:
-            k_tile = _normalise(k_tile, k_factor)
-        KK = tl.dot(k_tile, tl.trans(k_tile), KK, input_precision=PRECISION)
-        q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
-        QK = tl.dot(q_tile, tl.trans(k_tile), QK, input_precision=PRECISION)
+        if n > 0:
+            k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
+            if L2NORM:
+                k_tile = _normalise(k_tile, k_factor)
+        if OF_K:
+            KK = tl.dot(k_tile, tl.trans(k_tile), KK, input_precision=PRECISION)
+        if OF_Q:
+            if n > 0:
+                q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
+            QK = tl.dot(q_tile, tl.trans(k_tile), QK, input_precision=PRECISION)
     return KK, QK
 
 
@@ -432,10 +436,12 @@ def _prepare_chunk(
                 tile = load_rows(k, r, more, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
                 _store_keys(keys_at, _normalise(tile, k_factor), r, more, K, BK)
     query_even, query_odd = tl.split(tl.reshape(of_query, [C // 2, 2]))
-    # Once for all heads: they stay in registers.
+    # Once for all heads: they stay in registers. Of one head Q K^T is made when the inverse needs
+    # none any more; in float32 that would take more than there is of sm_100's tensor memory.
+    LATE: tl.constexpr = HEADS == 1 and not EXACT
     KK, QK = _products(
         q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
-        k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE,
+        k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE, True, not LATE,
     )  # fmt: skip
     JOIN: tl.constexpr = beta.dtype.element_ty.primitive_bitwidth == 32
     heads = tl.where(count > 0, HEADS, 0)
@@ -470,6 +476,11 @@ def _prepare_chunk(
         W_at = weights + (chunk * HV + h) * (2 * C * C) + r[:, None] * C + r[None, :]
         W = tl.where(r[:, None] == r[None, :], 0.0, tl.exp2(after)[:, None] * T)
         tl.store(W_at, W.to(weights.dtype.element_ty))
+        if LATE:
+            _, QK = _products(
+                q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
+                k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE, False, True,
+            )  # fmt: skip
         U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
 
