@@ -46,6 +46,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from csrc_free_ops.prefetch import prefetch_lines
+
 LOG2E = tl.constexpr(1.4426950408889634)
 MOST_LOGIT = tl.constexpr(2.35e38)  # times LOG2E it is below the largest float32
 
@@ -350,11 +352,7 @@ def _prefetch_rows(rows, count, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr)
     LINES: tl.constexpr = triton.next_power_of_2((SIZE + LINE - 1) // LINE)
     row = tl.minimum(tl.arange(0, BLOCK), count - 1).to(tl.int64)
     column = tl.minimum(tl.arange(0, LINES) * LINE, SIZE - 1)
-    ptrs = rows + row[:, None] * stride + column[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l", [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    prefetch_lines(rows + row[:, None] * stride + column[None, :])
 
 
 @triton.jit

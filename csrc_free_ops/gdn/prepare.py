@@ -28,6 +28,7 @@ from csrc_free_ops.gdn.chunk_map import (
     sequence_of,
     wait_for_earlier_kernels,
 )
+from csrc_free_ops.prefetch import prefetch_lines
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -231,15 +232,6 @@ def _products(
 
 
 @triton.jit
-def _prefetch(x):
-    """Has the lines of these addresses brought into the L2 (NVIDIA)."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [x.to(tl.int64)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def _prefetch_rows(
     x, row, head, first, count, stride_b, stride_t, stride_h, stride_d, C: tl.constexpr,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -254,7 +246,8 @@ def _prefetch_rows(
     if SIZE < BLOCK:
         lines = tl.minimum(lines, SIZE - 1)
     lines *= stride_d
-    _prefetch(x + (tl.where(r < count, r, 0).to(tl.int64) * stride_t)[:, None] + lines[None, :])
+    rows = tl.where(r < count, r, 0).to(tl.int64) * stride_t
+    prefetch_lines(x + rows[:, None] + lines[None, :])
 
 
 @triton.jit

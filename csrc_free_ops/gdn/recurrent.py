@@ -21,16 +21,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from csrc_free_ops.gdn.gates import forget_gate, writing_strength
-
-
-@triton.jit
-def _prefetch(begin, BYTES: tl.constexpr):
-    """Asks for memory to be brought into the L2, by lines of 128 bytes; reads nothing."""
-    lines = begin.to(tl.int64) + tl.arange(0, BYTES // 128) * 128
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
+from csrc_free_ops.prefetch import prefetch_lines
 
 
 @triton.jit
@@ -184,7 +175,8 @@ def recurrent_kernel(
     if PREFETCH:
         # Before gdc_wait, as it is no access. Without indices the address is known.
         BYTES: tl.constexpr = BV * K * state.dtype.element_ty.primitive_bitwidth // 8
-        _prefetch(state + row * s_stride_n + first_v * S_V, BYTES)
+        begin = state + row * s_stride_n + first_v * S_V
+        prefetch_lines(begin.to(tl.int64) + tl.arange(0, BYTES // 128) * 128)
     if PDL:
         # Before this point nothing reads memory that an earlier kernel may still write.
         tl_cuda.gdc_wait()
