@@ -117,10 +117,10 @@ def plan_for(case: Case, shape: str, kv_dtype: torch.dtype) -> SplitKVPlan:
 
 
 def config_of(shape: str) -> SplitKVConfig:
-    *sizes, last = shape.split(",")
-    if last in SCHEDULES:
-        return SplitKVConfig(16, *map(int, sizes))._replace(balanced=SCHEDULES[last])
-    return SplitKVConfig(16, *map(int, shape.split(",")))
+    """The configuration that a text stands for."""
+    sizes = shape.split(",")
+    balanced = SCHEDULES[sizes.pop()] if sizes[-1] in SCHEDULES else None
+    return SplitKVConfig(16, *map(int, sizes), balanced=balanced)
 
 
 def build(job: tuple[str, str], kv_dtype: torch.dtype) -> str | None:

@@ -232,14 +232,17 @@ def plan_gdn(
     """
     B, T, Hq, K = q.shape
     Hv, V = v.shape[2:]
+    by_shapes = config is None
     if config is None:
         config = default_config(K, V, Hv // Hq, q.dtype, device)
-        if sequences * Hv * -(-V // config.bv) > device.multiprocessors:
-            # Two programs of a multiprocessor hide more than a third chunk under way.
-            # When loads are issued changes no bit: the same products and sums follow.
-            config = config._replace(scan_stages=min(config.scan_stages, 2))
     else:
         check_config(config, K, Hv // Hq, q.dtype, device)
+    v_tiles = -(-V // config.bv)
+    scans = sequences * Hv * v_tiles  # programs of a scan that splits no sequence
+    if by_shapes and scans > device.multiprocessors:
+        # Two programs of a multiprocessor hide more than a third chunk under way.
+        # When loads are issued changes no bit: the same products and sums follow.
+        config = config._replace(scan_stages=min(config.scan_stages, 2))
     has_cu = cu_seqlens_dtype is not None
     if has_cu:  # the most that any lengths can need
         m = min(sequences, T)
@@ -258,14 +261,13 @@ def plan_gdn(
     if L:  # a sequence is a segment even if it is empty; one alone may have all tokens
         segments += (1 if has_cu else B) * (max(0, T - 1) // (C * L))
     is_split = segments > sequences
-    v_tiles = -(-V // config.bv)
     ahead = config.chunks_ahead
     if ahead and is_split:
         raise ValueError(
             f"config.chunks_ahead is {ahead}; it must be 0 or None where sequences are split"
         )
     if ahead is None:
-        ahead = 0 if is_split else chunks_ahead(sequences * Hv * v_tiles, chunks, device)
+        ahead = 0 if is_split else chunks_ahead(scans, chunks, device)
     ahead *= chunks > 0
     beside = ahead > 0
     exact = q.dtype is torch.float32
@@ -291,9 +293,7 @@ def plan_gdn(
     parts = chunks * Hv // config.heads
     # Two of a multiprocessor, by their registers, or one and one of the scan. The scan waits for
     # ever if there is none, so that there is one where a configuration wants too many of the scan.
-    beside_programs = max(
-        2 * device.multiprocessors - sequences * Hv * v_tiles, device.multiprocessors
-    )
+    beside_programs = max(2 * device.multiprocessors - scans, device.multiprocessors)
     chunk_map = Launch(
         chunk_map_kernel,
         grid=1,
