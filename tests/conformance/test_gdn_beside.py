@@ -13,12 +13,12 @@ import torch
 
 from tests.conformance.calls import Maker, same_bits
 from tests.conformance.gdn_calls import CHUNK, check_or_skip, prompts
+from tests.conformance.gdn_plans import forced, noted
 from tests.conformance.gdn_pool_calls import check_or_skip as check_pool_or_skip
 from tests.conformance.test_gdn import CASES, OVERLOADS
 from tests.conformance.test_gdn_pool import CASES as POOL_CASES
-from torch_attn_tiers import dispatch
 
-launch = pytest.importorskip("csrc_free_ops.gdn.launch")
+pytest.importorskip("csrc_free_ops.gdn.launch")
 
 Make = Callable[..., Maker]
 TIER = "triton"
@@ -27,29 +27,21 @@ TIER = "triton"
 @pytest.fixture(autouse=True)
 def ahead(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """How many chunks are waited for at a time, by default two; in plans of this test's own."""
-    forced: int = getattr(request, "param", 2)
-    monkeypatch.setattr(launch, "chunks_ahead", lambda *_: forced)
-    monkeypatch.setattr(dispatch._plans, "plans", {})
-    dispatch._plans.forget_decisions()
-    yield forced
-    dispatch._plans.forget_decisions()
+    chunks: int = getattr(request, "param", 2)
+    with forced(monkeypatch, "chunks_ahead", chunks):
+        yield chunks
 
 
 @pytest.fixture(autouse=True)
 def counters(monkeypatch: pytest.MonkeyPatch, ahead: int) -> list[int]:
     """Of each plan that the test has led to, how many counters it has."""
-    made: list[int] = []
-    plan_gdn = launch.plan_gdn
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        plan = plan_gdn(*args, **kwargs)
-        made.append(plan.counters)
+    def counters_of(plan: Any) -> int:
         if plan.counters and plan.device.type == "cpu":  # fewer programs than chunks and heads
             plan.prepare.grid = (min(3, plan.prepare.grid[0]), 1, 1)
-        return plan
+        return plan.counters
 
-    monkeypatch.setattr("csrc_free_ops.gdn.plan_gdn", recorded)
-    return made
+    return noted(monkeypatch, counters_of)
 
 
 @pytest.mark.parametrize("overload", OVERLOADS)
@@ -115,8 +107,7 @@ def test_bits_are_those_of_one_kernel_after_the_other(
     call = prompts(maker(), [300, 0, 70]).with_("h_compact")
     call.require(TIER, must_run)
     beside = call.run(TIER)
-    dispatch._plans.forget_decisions()
-    monkeypatch.setattr(dispatch._plans, "plans", {})
-    monkeypatch.setattr(launch, "chunks_ahead", lambda *_: 0)
-    for got, wanted in zip(beside, call.run(TIER), strict=True):
+    with forced(monkeypatch, "chunks_ahead", 0):
+        one_after_the_other = call.run(TIER)
+    for got, wanted in zip(beside, one_after_the_other, strict=True):
         assert same_bits(got, wanted)

@@ -6,7 +6,6 @@ Splitting pays from thousands of tokens on. Here segments of a few chunks are fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +13,12 @@ import torch
 from tests.conformance import test_gdn_invariants as invariants
 from tests.conformance.calls import Maker, same_bits
 from tests.conformance.gdn_calls import CHUNK, check_or_skip, prompts
+from tests.conformance.gdn_plans import forced, noted
 from tests.conformance.gdn_pool_calls import check_or_skip as check_pool_or_skip
 from tests.conformance.gdn_pool_calls import pooled
 from tests.conformance.test_gdn import CASES, OVERLOADS
 from tests.conformance.test_gdn_pool import CASES as POOL_CASES
 from tests.tolerances import assert_gdn_close
-from torch_attn_tiers import dispatch
 
 launch = pytest.importorskip("csrc_free_ops.gdn.launch")
 
@@ -31,27 +30,15 @@ one_and_two_chunks = pytest.mark.parametrize("segments_of", [1, 2], indirect=Tru
 @pytest.fixture(autouse=True)
 def segments_of(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """How many chunks a segment has, by default one; in plans of this test's own."""
-    forced: int = getattr(request, "param", 1)
-    monkeypatch.setattr(launch, "segment_chunks", lambda *_: forced)
-    monkeypatch.setattr(dispatch._plans, "plans", {})
-    dispatch._plans.forget_decisions()
-    yield forced
-    dispatch._plans.forget_decisions()
+    chunks: int = getattr(request, "param", 1)
+    with forced(monkeypatch, "segment_chunks", chunks):
+        yield chunks
 
 
 @pytest.fixture(autouse=True)
 def splits(monkeypatch: pytest.MonkeyPatch, segments_of: int) -> list[bool]:
     """Of each plan that the test has led to, whether it splits sequences."""
-    made: list[bool] = []
-    plan_gdn = launch.plan_gdn
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        plan = plan_gdn(*args, **kwargs)
-        made.append(plan.split is not None)
-        return plan
-
-    monkeypatch.setattr("csrc_free_ops.gdn.plan_gdn", recorded)
-    return made
+    return noted(monkeypatch, lambda plan: plan.split is not None)
 
 
 @pytest.mark.parametrize("overload", OVERLOADS)

@@ -1,0 +1,38 @@
+"""Plans of `gdn_chunk_prefill`'s Triton tier in which a choice that goes by shapes is forced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+
+from torch_attn_tiers import dispatch
+
+Noted = TypeVar("Noted")
+
+
+@contextlib.contextmanager
+def forced(monkeypatch: pytest.MonkeyPatch, choice: str, value: int) -> Iterator[None]:
+    """Plans are made anew, and ``choice`` of `csrc_free_ops.gdn.launch` is always that value."""
+    monkeypatch.setattr(f"csrc_free_ops.gdn.launch.{choice}", lambda *_: value)
+    monkeypatch.setattr(dispatch._plans, "plans", {})
+    dispatch._plans.forget_decisions()
+    yield
+    dispatch._plans.forget_decisions()
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, note: Callable[[Any], Noted]) -> list[Noted]:
+    """What ``note`` says of each plan that is made from now on."""
+    from csrc_free_ops.gdn.launch import plan_gdn
+
+    notes: list[Noted] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        plan = plan_gdn(*args, **kwargs)
+        notes.append(note(plan))
+        return plan
+
+    monkeypatch.setattr("csrc_free_ops.gdn.plan_gdn", recorded)
+    return notes
