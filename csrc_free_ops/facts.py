@@ -5,11 +5,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+#: As ``torch.cuda.current_device``, which looks at every call whether CUDA is initialized: for
+#: where it is, since a CUDA tensor is at hand.
+current_cuda_device: Callable[[], int] = getattr(
+    torch._C, "_cuda_getDevice", torch.cuda.current_device
+)
 
 
 class TensorFacts(NamedTuple):
@@ -188,7 +194,7 @@ def is_capturing(device: DeviceFacts) -> bool:
     # captures nothing.
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return False
-    if device.index == torch.cuda.current_device():
+    if device.index == current_cuda_device():
         return torch.cuda.is_current_stream_capturing()
     if device.index >= torch.cuda.device_count():  # invented
         return False

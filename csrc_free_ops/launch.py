@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -33,6 +35,9 @@ _TRITON_TYPES = {
     torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 _DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
+
+_Launcher = Callable[[int, Sequence[torch.Tensor]], None]
+_data_ptr = torch.Tensor.data_ptr
 
 
 class Launch:
@@ -68,7 +73,7 @@ class Launch:
         self._types = {n: _scalar_type(v, n not in unspecialized) for n, v in scalars.items()}
         values = {**scalars, **constants}
         self._tail = tuple(values[name] for name in kernel.arg_names[len(pointers) :])
-        self._launch: Callable[[int, list[int]], None] | None = None  # compiled and loaded
+        self._launch: _Launcher | None = None  # compiled and loaded
         #: Hashable; equal for launches that one compiled kernel serves.
         self.specialization = (
             (kernel.fn.__module__, kernel.fn.__qualname__),
@@ -88,7 +93,7 @@ class Launch:
             self.compile(device_index)
             launch = self._launch
             assert launch is not None
-        launch(device_index, [tensor.data_ptr() for tensor in tensors])
+        launch(device_index, tensors)
 
     def is_compiled(self, device_index: int) -> bool:
         """Whether some launch of this specialization has been compiled and loaded."""
@@ -140,30 +145,79 @@ class Launch:
         return triton.compile(source, target=target, options=options)
 
 
-def _launcher(
-    compiled: Any, grid: tuple[int, int, int], tail: tuple[Any, ...]
-) -> Callable[[int, list[int]], None]:
-    """What launches a loaded kernel, given the device's index and the addresses.
+def _launcher(compiled: Any, grid: tuple[int, int, int], tail: tuple[Any, ...]) -> _Launcher:
+    """What launches a loaded kernel, given the device's index and its tensors.
 
     The compiled kernel's own launcher does: binding sixty arguments by name takes Triton longer
     than the launch, and so does calling the hooks of a profiler that is not there.
     """
-    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    middle = (compiled.function, compiled.packed_metadata, None, None, None)
+    by_wrapper = _Call(compiled.run, grid, middle, spread=True)
+    run, head, middle, spread = _without_wrapper(by_wrapper, tail) or by_wrapper
     stream_of = driver.active.get_current_stream
     runtime = knobs.runtime
-    x, y, z = grid
 
-    def launch(device_index: int, addresses: list[int]) -> None:
-        stream = stream_of(device_index)
+    def launch(device_index: int, tensors: Sequence[torch.Tensor]) -> None:
+        addresses = map(_data_ptr, tensors)
         # What is no chain of hooks is left to Triton.
         if getattr(runtime.launch_enter_hook, "calls", True) or getattr(
             runtime.launch_exit_hook, "calls", True
         ):
-            compiled[grid](*addresses, *tail, stream=stream)
+            compiled[grid](*addresses, *tail, stream=stream_of(device_index))
+        elif spread:
+            run(*head, stream_of(device_index), *middle, *addresses, *tail)
         else:
-            run(x, y, z, stream, function, metadata, None, None, None, *addresses, *tail)
+            run(*head, stream_of(device_index), *middle, (*addresses, *tail))
 
     return launch
+
+
+class _Call(NamedTuple):
+    """A launch: ``run(*head, stream, *middle, *arguments)``."""
+
+    run: Callable[..., None]
+    head: tuple[Any, ...]
+    middle: tuple[Any, ...]
+    spread: bool  # or the kernel's arguments are one tuple
+
+
+def _without_wrapper(call: _Call, tail: tuple[Any, ...]) -> _Call | None:
+    """How Triton's launcher in Python calls the native one; None if that cannot be told.
+
+    It adds the same to every launch, at some cost each time. Versions of Triton differ in what it
+    adds, so a copy of it is asked once, with a native function that only looks.
+    """
+    wrapper: Any = call.run
+    native = getattr(wrapper, "launch", None)
+    scratch = ("global_scratch_size", "profile_scratch_size")
+    if not isinstance(native, types.BuiltinFunctionType) or any(
+        getattr(wrapper, name, 1) != 0 for name in scratch
+    ):
+        return None  # it does more than to hand on: tensor descriptors, memory for each launch
+    seen: list[tuple[Any, ...]] = []
+    stream, argument = object(), object()
+    arguments = (argument, *tail)
+    try:
+        looking = copy.copy(wrapper)
+        looking.launch = lambda *args: seen.append(args)
+        looking(*call.head, stream, *call.middle, *arguments)
+        (args,) = seen
+        at = next(i for i, one in enumerate(args) if one is stream)
+    except Exception:
+        return None
+    head, rest = args[:at], args[at + 1 :]
+    if rest and _are(rest[-1], arguments):
+        return _Call(native, head, rest[:-1], spread=False)
+    if _are(rest[-len(arguments) :], arguments):
+        return _Call(native, head, rest[: -len(arguments)], spread=True)
+    return None
+
+
+def _are(found: Any, wanted: tuple[Any, ...]) -> bool:
+    """Whether ``found`` is a tuple of the very objects of ``wanted``."""
+    if not isinstance(found, tuple) or len(found) != len(wanted):
+        return False
+    return all(one is other for one, other in zip(found, wanted))
 
 
 def compile_together(launches: Sequence[Launch], device_index: int) -> None:

@@ -334,7 +334,7 @@ def test_capture_is_looked_for_on_the_device_that_is_asked_about(
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(facts, "current_cuda_device", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
     states = [facts.is_capturing(DeviceFacts.of("sm_90", index)) for index in (0, 1, 2)]

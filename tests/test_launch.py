@@ -107,7 +107,8 @@ class Compiled:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device 3 has the current stream 103."""
+    """Device 3 has the current stream 103, and a tensor is its address."""
+    monkeypatch.setattr(launch_module, "_data_ptr", lambda address: address)
     active = types.SimpleNamespace(get_current_stream=lambda index: 100 + index)
     monkeypatch.setattr(launch_module, "driver", types.SimpleNamespace(active=active))
 
@@ -117,6 +118,56 @@ def test_launch_without_hooks_goes_to_the_launcher(streams: None) -> None:
     launch_module._launcher(compiled, (7, 1, 1), (128, 2))(3, [16, 32])
     head = (7, 1, 1, 103, compiled.function, compiled.packed_metadata, None, None, None)
     assert compiled.runs == [(*head, 16, 32, 128, 2)] and not compiled.by_triton
+
+
+class Wrapper:
+    """Triton's launcher in Python: what it adds, and where it puts a kernel's arguments."""
+
+    def __init__(self, launch: Any, as_tuple: bool, **sizes: int) -> None:
+        self.launch = launch
+        self.as_tuple = as_tuple
+        self.global_scratch_size = self.profile_scratch_size = 0
+        self.__dict__.update(sizes)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *args: Any) -> None:
+        head = (x, y, z, stream, function, False, True)
+        if self.as_tuple:
+            self.launch(*head, *args[:4], None, None, b"types", args[4:])
+        else:
+            self.launch(*head, None, None, *args)
+
+
+@pytest.mark.parametrize("as_tuple", [False, True])
+@pytest.mark.parametrize("tail", [(128, 2, 0.5), (), (128, (1, 2))])
+def test_launch_goes_past_the_wrapper(
+    as_tuple: bool, tail: tuple[Any, ...], streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The native function is given what the wrapper would give it."""
+    native: list[tuple[Any, ...]] = []
+    wrapped: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(launch_module.types, "BuiltinFunctionType", types.FunctionType)
+    compiled = Compiled()
+    compiled.run = Wrapper(lambda *args: native.append(args), as_tuple)  # type: ignore
+    launch = launch_module._launcher(compiled, (7, 1, 1), tail)
+    assert not native
+    Wrapper(lambda *args: wrapped.append(args), as_tuple)(
+        7, 1, 1, 103, compiled.function, compiled.packed_metadata, None, None, None, 16, 32, *tail
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Wrapper, "__call__", None)
+        launch(3, [16, 32])
+    assert native == wrapped and not compiled.by_triton
+
+
+@pytest.mark.parametrize("sizes", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}])
+def test_launches_with_memory_of_their_own_keep_the_wrapper(
+    sizes: dict[str, int], streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module.types, "BuiltinFunctionType", types.FunctionType)
+    seen: list[tuple[Any, ...]] = []
+    wrapper = Wrapper(lambda *args: seen.append(args), True, **sizes)
+    call = launch_module._Call(wrapper, (7, 1, 1), (5, (), None, None, None), True)
+    assert launch_module._without_wrapper(call, ()) is None and not seen
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from csrc_free_ops.facts import DeviceFacts, device_facts
+from csrc_free_ops.facts import DeviceFacts, current_cuda_device, device_facts
 from csrc_free_ops.facts import is_capturing as is_capturing  # for operators, with the rest
 from torch_attn_tiers import tier as registry
 from torch_attn_tiers.binding import bind
@@ -150,7 +150,7 @@ class Decision:
         built = self.built
         built.used = True
         if self.cuda_index is not None:
-            if self.cuda_index != torch.cuda.current_device():
+            if self.cuda_index != current_cuda_device():
                 with torch.cuda.device(self.cuda_index):
                     return self(*tensors)
             if not built.pinned and torch.cuda.is_current_stream_capturing():

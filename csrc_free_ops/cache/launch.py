@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from csrc_free_ops.facts import DeviceFacts, TensorFacts
+from csrc_free_ops.facts import DeviceFacts, TensorFacts, current_cuda_device
 from csrc_free_ops.sizes import next_power_of_2
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class ScatterWrite:
     ) -> None:
         """Writes, by tensors like those that were planned for, on the current stream."""
         index = self.device.index
-        if self.device.type == "cuda" and index != torch.cuda.current_device():
+        if self.device.type == "cuda" and index != current_cuda_device():
             with torch.cuda.device(index):  # Triton launches on the current device
                 return self.run(caches, updates, write_indices, scales)
         for launch, pairs, slices in self.parts:
