@@ -138,7 +138,14 @@ def decode_host_table(result: dict[str, Any]) -> str:
                 cells += [number(own, 0), number(more, 0)]
         rows.append(cells)
     text = [_table(header, rows), ""]
-    text.append("Microseconds of the host for one eager call, in the run of the table above.")
+    windows = result.get("host_windows")
+    how = "3 windows of 30 calls, one side after the other"  # results from before
+    if windows is not None:
+        how = f"{windows} windows of 30 calls, which the sides take in turns"
+    text.append(
+        "Microseconds of the host for one eager call, in the run of the table above: the least of "
+        f"{how}. The device is not waited for."
+    )
     return "\n".join(text)
 
 

@@ -154,6 +154,13 @@ def test_a_forced_tier_stands_beside_its_library_over_the_same_layout(tables: Mo
     assert row == "| `one` | 30 | 31 | 80 | 25 | 55 |"
 
 
+def test_host_times_say_how_they_were_taken(tables: ModuleType) -> None:
+    result = tiers_result()
+    assert "3 windows of 30 calls, one side after the other" in tables.decode_host_table(result)
+    result["host_windows"] = 10
+    assert "10 windows of 30 calls, which the sides take in" in tables.decode_host_table(result)
+
+
 def test_a_tier_that_takes_no_call_has_no_time(tables: ModuleType) -> None:
     result = tiers_result()
     result["cases"][0]["sides"][2] = {

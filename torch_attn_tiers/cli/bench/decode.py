@@ -7,7 +7,6 @@ enough caches to leave the L2. The JSON of `--out` holds every repeat.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,12 +19,14 @@ from torch_attn_tiers.cli.bench.clock import Clock, Recording, clock_for
 from torch_attn_tiers.cli.bench.report import judge_case, print_report
 from torch_attn_tiers.cli.bench.running import (
     REPEATS,
+    HostSide,
     add_arguments,
     begin,
     check_repeats,
     chosen_device,
     exit_status,
     in_words,
+    measure_host,
     names,
     one_line,
     run_cases,
@@ -207,10 +208,11 @@ def _run_case(
             row["us"].append(round(recording.measure(), 3))
     for side, its_inputs, recording, row in recorded:
         _check(side, recording, row, its_inputs)
-        if host_times and row["right"]:
-            with contextlib.suppress(Exception):
-                row["host_us"] = round(clock.host_us(side.calls[0], side.context), 1)
         row["calls"] = recording.calls
+    if host_times:
+        measure_host(
+            clock, [HostSide(row, side.calls[0], side.context) for side, _, _, row in recorded]
+        )
     return {
         "case": case.name,
         "batch": case.batch,

@@ -8,7 +8,6 @@ and the exp of the gate are inside every time. The JSON of `--out` holds every r
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from torch_attn_tiers.cli.bench.gdn_sides import GdnSide
 from torch_attn_tiers.cli.bench.report import number
 from torch_attn_tiers.cli.bench.running import (
     REPEATS,
+    HostSide,
     add_arguments,
     begin,
     check_repeats,
@@ -31,6 +31,7 @@ from torch_attn_tiers.cli.bench.running import (
     exit_status,
     in_words,
     judge_errors,
+    measure_host,
     names,
     one_line,
     run_cases,
@@ -202,9 +203,7 @@ def _run_case(
     for side, recording, row in sides.recorded:
         _check(side, recording, row, inputs)
         row["calls"] = recording.calls
-        if row["right"]:
-            with contextlib.suppress(Exception):
-                row["host_us"] = round(clock.host_us(side.calls[-1]), 1)
+    measure_host(clock, [HostSide(row, side.calls[-1]) for side, _, row in sides.recorded])
     return {
         "case": case.name,
         "q_heads": case.q_heads,

@@ -9,7 +9,6 @@ turns. The JSON of `--out` holds every repeat.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +22,7 @@ from torch_attn_tiers.cli.bench.gdn_decode_sides import CASES, StepCase, StepInp
 from torch_attn_tiers.cli.bench.report import best_sides, judge_case, number
 from torch_attn_tiers.cli.bench.running import (
     REPEATS,
+    HostSide,
     add_arguments,
     begin,
     check_repeats,
@@ -30,6 +30,7 @@ from torch_attn_tiers.cli.bench.running import (
     exit_status,
     in_words,
     judge_errors,
+    measure_host,
     names,
     one_line,
     run_cases,
@@ -149,9 +150,7 @@ def _run_case(
     for side, recording, row in recorded:
         row["calls"] = recording.calls
         _check(side, recording, row, inputs)
-        if row["right"]:
-            with contextlib.suppress(Exception):
-                row["host_us"] = round(clock.host_us(side.calls[0]), 1)
+    measure_host(clock, [HostSide(row, side.calls[0]) for side, _, row in recorded])
     return {
         "case": case.name,
         "batch": case.batch,

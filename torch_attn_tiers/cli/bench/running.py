@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import pathlib
@@ -10,15 +11,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from torch_attn_tiers.cli import environment
-from torch_attn_tiers.cli.bench.clock import Clock
+from torch_attn_tiers.cli.bench.clock import Call, Clock
 from torch_attn_tiers.cli.bench.report import summarize
 
 REPEATS = 5
+#: Windows of calls of which the least is a host time.
+HOST_WINDOWS = 10
 
 
 def add_arguments(
@@ -96,6 +99,7 @@ def begin(
         **facts,
         "clock": clock.name,
         "repeats": repeats,
+        "host_windows": HOST_WINDOWS,
         "peers": list(peers),
         "peer_labels": {peer.name: peer.label for peer in known_peers.values()},
         "complete": False,
@@ -143,6 +147,32 @@ def one_line(row: dict[str, Any], digits: int = 1) -> str:
         if side["us"]
     ]
     return f"{row['case']} ({row['seconds']} s): " + ", ".join(medians)
+
+
+class HostSide(NamedTuple):
+    """A side whose host time is wanted."""
+
+    row: dict[str, Any]
+    call: Call
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+
+def measure_host(clock: Clock, sides: Iterable[HostSide]) -> None:
+    """Puts ``host_us`` into the rows of sides that are right: the least of some windows of calls.
+
+    The sides take turns, so that what else the machine does slows none of them more than another.
+    A side that fails has no host time.
+    """
+    running = [side for side in sides if side.row["right"]]
+    for _ in range(HOST_WINDOWS):
+        for side in tuple(running):
+            try:
+                us = round(clock.host_us(side.call, side.context), 1)
+            except Exception:
+                side.row.pop("host_us", None)
+                running.remove(side)
+            else:
+                side.row["host_us"] = min(us, side.row.get("host_us", us))
 
 
 def judge_errors(row: dict[str, Any], errors: dict[str, float], tolerance: float) -> None:
