@@ -193,6 +193,17 @@ def test_inductor_result_equals_the_eager_one() -> None:
     torch.testing.assert_close(torch.compile(_step, fullgraph=True)(*args), _step(*args))
 
 
+def test_kernels_are_not_traced_where_their_caller_is_not() -> None:
+    """Dynamo's hook is on there, for the frames that an untraced one calls."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    caller = torch._dynamo.disable(_step, recursive=False)
+    args = (*_qkv(), LENGTHS)
+    result = torch.compile(lambda *args: caller(*args), backend=counter)(*args)
+    torch.testing.assert_close(result, _step(*args))
+    assert counter.frame_count == 0
+
+
 @pytest.mark.parametrize("batches, limit", [((1, 2, 8, 64), 2), ((2, 8, 64), 2)])
 def test_batch_sizes_recompile_once_at_most(batches: tuple[int, ...], limit: int) -> None:
     torch._dynamo.reset()

@@ -47,6 +47,7 @@ class RowGuard:
         use_triton: bool | None = None,
     ) -> None:
         self.device = device
+        self._index = device.index
         self.batch = batch
         self.capacity = capacity
         self.width = width
@@ -78,7 +79,7 @@ class RowGuard:
                 the same.
         """
         if self._count is not None:
-            self._count(self.device.index, lengths, counts)
+            self._count(self._index, lengths, counts)
         else:
             clamped = lengths.clamp(0, self.capacity)
             counts.view(torch.int32).copy_(clamped.view(counts.shape))
@@ -86,7 +87,7 @@ class RowGuard:
     def zero(self, counts: Tensor, out: Tensor) -> None:
         """Zero the rows of the contiguous `out` without a key, whatever they held."""
         if self._zero is not None:
-            self._zero(self.device.index, counts, out)
+            self._zero(self._index, counts, out)
         else:
             empty = counts.view(torch.int32).reshape(self.batch, 1) == 0
             out.view(self.batch, self.width).masked_fill_(empty, 0.0)

@@ -696,7 +696,7 @@ class SplitKVPlan:
             v_scale = query
         if self.counters:
             partials = torch.empty(self.scratch, dtype=torch.float32, device=out.device)
-            counters = self._counters(out.device)
+            counters = self._counters()
         else:
             partials = counters = out
         if self.device.interpret:  # a GPU is given addresses, the interpreter tensors with dtypes
@@ -710,9 +710,9 @@ class SplitKVPlan:
         )  # fmt: skip
         return out
 
-    def _counters(self, device: torch.device) -> torch.Tensor:
+    def _counters(self) -> torch.Tensor:
         """Zeroed counters that no launch running at the same time uses."""
-        if device.type == "cpu":
+        if self.device.type == "cpu":
             return torch.zeros(self.counters, dtype=torch.int32)
         arena = counter_arena(self.device.index)
         if torch.cuda.is_current_stream_capturing():

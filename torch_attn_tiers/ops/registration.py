@@ -42,7 +42,7 @@ def define(
     if namespace not in _libraries:
         _libraries[namespace] = Library(namespace, "IMPL")
     library = _libraries[namespace]
-    direct = torch.compiler.disable(kernel)  # else Dynamo traces into the choice of a tier
+    direct = _untraced(kernel)  # else Dynamo traces into the choice of a tier
     for backend in (*DIRECT_BACKENDS, *_REFUSED):
         library.impl(qualified, direct, backend, allow_override=True)
     with warnings.catch_warnings():  # that a kernel is overridden is the point
@@ -53,6 +53,23 @@ def define(
             library.impl(qualified, fallthrough_kernel, "ADInplaceOrView", allow_override=True)
             for view in ("Conjugate", "Negative"):
                 library.impl(qualified, _resolving(name, mutates), view)
+
+
+def _untraced(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """As ``torch.compiler.disable(kernel)``, by a mark on its code and not by a wrapper.
+
+    The wrapper takes and puts back Dynamo's hook at every call, whether it is in use or not.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import set_code_exec_strategy
+        from torch._dynamo.types import FrameAction, FrameExecStrategy
+
+        # The second is for the frames within.
+        strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+        set_code_exec_strategy(kernel.__code__, strategy)
+    except (ImportError, AttributeError, TypeError):  # another version of PyTorch
+        return torch.compiler.disable(kernel)
+    return kernel
 
 
 def _operator(name: str) -> Any:
