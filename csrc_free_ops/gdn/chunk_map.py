@@ -69,6 +69,29 @@ def sequence_of(chunk_starts, chunk, sequences):
 
 
 @triton.jit
+def tokens_of_chunk(
+    chunk, cu_seqlens, chunk_starts, tokens, sequences, C: tl.constexpr, HAS_CU: tl.constexpr
+):
+    """Row and first token of a chunk, the end of its sequence, and the first chunk after that.
+
+    If there is no such chunk, the end is not behind the first token.
+    """
+    if HAS_CU:
+        row = tl.zeros((), tl.int64)
+        i = sequence_of(chunk_starts, chunk, sequences)
+        first, end = sequence_bounds(cu_seqlens, i, tokens, i < sequences)
+        first += (chunk - tl.load(chunk_starts + i)) * C
+        stop = tl.load(chunk_starts + i + 1, mask=i < sequences, other=0).to(tl.int64)
+    else:
+        chunks_each = tl.cdiv(tokens, C)
+        row = chunk // chunks_each
+        first = chunk % chunks_each * C
+        end = tl.zeros((), tl.int64) + tokens
+        stop = end
+    return row, first, end, stop
+
+
+@triton.jit
 def _saturated(n):
     """In 32 bits; there are more chunks than those hold only if cu_seqlens breaks its rules."""
     return tl.minimum(n, 2**31 - 1).to(tl.int32)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from csrc_free_ops.facts import DeviceFacts, PoolIndices, TensorFacts
 from csrc_free_ops.gdn.chunk_map import chunk_map_kernel, segment_map_kernel
+from csrc_free_ops.gdn.decays import decays_kernel
 from csrc_free_ops.gdn.prepare import prepare_kernel
 from csrc_free_ops.gdn.scan import scan_kernel
 from csrc_free_ops.gdn.segments import chain_kernel, segment_kernel
@@ -23,6 +24,7 @@ _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
 _SEGMENT_MAP_BLOCK = 128  # sequences, or segments, of the segment map at a time
 _LEAST_SEGMENT = 16  # chunks, below which starting a segment takes longer than going through it
 _CHAIN_BV = 16  # columns of S of a program of the chain
+_DECAYS_BH = 32  # value heads of a program of the decays kernel
 _INDICES = ("read_indices", "write_indices", "track_lens", "track_indices")
 _H_LAYOUTS = {None: 0, "fla": 1, "compact": 2}
 
@@ -37,6 +39,8 @@ class GdnConfig(NamedTuple):
     bv: int  # its rows: columns of S that a program of the scan keeps
     scan_warps: int
     scan_stages: int  # chunks whose loads are under way in the scan, its own among them
+    #: Loads of v are under way as many chunks ahead as the others, through shared memory.
+    v_ahead: bool = True
     prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
     scan_registers: int | None = None
     #: Chunks of a segment that sequences are split into; 0: they are not; None: by shapes.
@@ -304,18 +308,31 @@ def plan_gdn(
         ),
         options=_options(device, 4),
     )
+    decays_bh = min(next_power_of_2(Hv), _DECAYS_BH)
+    decays = Launch(
+        decays_kernel,
+        grid=chunks * -(-Hv // decays_bh),
+        pointers=dict(
+            g=(g.dtype, g.aligned), beta=(beta.dtype, beta.aligned), cu_seqlens=cu,
+            chunk_starts=starts, gates=pair, rests=pair, vectors=pair,
+        ),
+        scalars=dict(
+            tokens=T, sequences=sequences, **_strides("g", g), **_strides("beta", beta)
+        ),
+        constants=dict(**shared, HV=Hv, BH=decays_bh, EXACT=exact, BESIDE=beside),
+        options=_options(device, 4),
+    )  # fmt: skip
     prepare = Launch(
         prepare_kernel,
         grid=min(parts, beside_programs) if ahead else parts,
         pointers=dict(
-            q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), g=(g.dtype, g.aligned),
-            beta=(beta.dtype, beta.aligned), cu_seqlens=cu, chunk_starts=starts, weights=dtype,
-            vectors=pair, keys=dtype, out=dtype, ready=starts,
+            q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), cu_seqlens=cu, chunk_starts=starts,
+            gates=pair, rests=pair, weights=dtype, vectors=pair, keys=dtype, out=dtype,
+            ready=starts,
         ),
         scalars=dict(
             chunks=chunks, ahead=ahead, tokens=T, sequences=sequences, scale=float(scale),
             **strides,
-            **_strides("g", g), **_strides("beta", beta),
         ),
         constants=dict(
             **shared, **tiles, HQ=Hq, HEADS=config.heads, BK=config.prepare_bk,
@@ -333,7 +350,7 @@ def plan_gdn(
     in_registers = dict(
         **tiles, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
         HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype),
-        BY_PRODUCT=not exact, NVIDIA=device.is_nvidia,
+        BY_PRODUCT=bool(config.v_ahead) and not exact, NVIDIA=device.is_nvidia,
     )  # fmt: skip
     scan = Launch(
         scan_kernel,
@@ -376,12 +393,15 @@ def plan_gdn(
     return GdnPlan(
         device,
         chunk_map=chunk_map if has_cu or h_layout == "compact" or ahead else None,
+        decays=decays if chunks else None,
         prepare=prepare if chunks else None,
         split=split,
         scan=scan,
         sequences=sequences,
         weights=(chunks, Hv, 2, C, C),
         vectors=(chunks, Hv, 3, C),
+        gates=(chunks, Hv, 2, C),
+        rests=(chunks, Hv, C) if exact else (0,),
         keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
         counters=counters,
     )
@@ -459,9 +479,10 @@ class GdnPlan:
 
     Args:
         device: what it runs on.
-        chunk_map, prepare, split, scan: its launches, None where there is nothing to do.
+        chunk_map, decays, prepare, split, scan: its launches, None where there is nothing to do.
         sequences: how many there are.
         weights, vectors, keys: the shapes of scratch, see the prepare kernel.
+        gates, rests: likewise, see the decays kernel.
         counters: how many the scan waits for; 0 if it starts after prepare.
     """
 
@@ -470,6 +491,7 @@ class GdnPlan:
         device: DeviceFacts,
         *,
         chunk_map: Launch | None,
+        decays: Launch | None,
         prepare: Launch | None,
         split: Split | None,
         scan: Launch,
@@ -477,10 +499,13 @@ class GdnPlan:
         weights: tuple[int, ...],
         vectors: tuple[int, ...],
         keys: tuple[int, ...],
+        gates: tuple[int, ...],
+        rests: tuple[int, ...],
         counters: int,
     ) -> None:
         self.device = device
         self.chunk_map = chunk_map
+        self.decays = decays
         self.prepare = prepare
         self.split = split
         self.scan = scan
@@ -488,8 +513,10 @@ class GdnPlan:
         self.weights = weights
         self.vectors = vectors
         self.keys = keys
+        self.gates = gates
+        self.rests = rests
         self.counters = counters
-        launches = (chunk_map, prepare, *(() if split is None else split[:3]), scan)
+        launches = (chunk_map, decays, prepare, *(() if split is None else split[:3]), scan)
         self.launches = [launch for launch in launches if launch is not None]
         self.specialization = (
             device.index,
@@ -587,9 +614,13 @@ class GdnPlan:
         calls: list[tuple[Launch, tuple[Tensor, ...]]] = []
         if self.chunk_map is not None:
             calls.append((self.chunk_map, (cu, starts, h_starts, ready)))
+        if self.decays is not None:
+            gates = out.new_empty(self.gates, dtype=torch.float32)
+            rests = out.new_empty(self.rests, dtype=torch.float32)
+            calls.append((self.decays, (g, beta, cu, starts, gates, rests, vectors)))
         if self.prepare is not None:
             made = (weights, vectors, keys, out, ready)
-            calls.append((self.prepare, (q, k, g, beta, cu, starts, *made)))
+            calls.append((self.prepare, (q, k, cu, starts, gates, rests, *made)))
         state = vectors if initial_state is None else initial_state
         final = vectors if final_state is None else final_state
         checkpoints = vectors if h is None else h

@@ -1,4 +1,4 @@
-"""Kernel 2: what a chunk needs that does not depend on the state, all chunks at once.
+"""Kernel 3: what a chunk needs that does not depend on the state, all chunks at once.
 
 For each chunk of 64 tokens and each value head, with ``decay[t,s] = exp(g[s+1] + .. + g[t])``,
 ``A[t,s] = beta[t] decay[t,s] (k[t] . k[s])`` below the diagonal and ``T = (I + A)^-1 diag(beta)``
@@ -26,12 +26,10 @@ from csrc_free_ops.gdn.chunk_map import (
     let_next_kernel_start,
     sequence_bounds,
     sequence_of,
+    tokens_of_chunk,
     wait_for_earlier_kernels,
 )
 from csrc_free_ops.prefetch import prefetch_lines
-
-LOG2E = tl.constexpr(1.4426950408889634)
-
 
 @triton.jit
 def _product_16(x, y, PRECISION: tl.constexpr):
@@ -267,69 +265,19 @@ def _zero_padding(
 
 
 @triton.jit
-def _load_every_other(x, first: tl.constexpr, count, stride, C: tl.constexpr):
-    """The elements first, first + 2, .. of C of which ``count`` are there, zero for the others."""
-    n = 2 * tl.arange(0, C // 2) + first
-    return tl.load(x + n.to(tl.int64) * stride, mask=n < count, other=0.0)
-
-
-@triton.jit
-def _interleave(even, odd, JOIN: tl.constexpr):
-    """One vector from its elements at even and at odd places.
-
-    Triton takes operands that come from a join, or from loads of 16 bits, two columns side by side
-    if they have 32 bits; from both, four. The products of blocks of 16 are made for two.
-    """
-    if JOIN:
-        pairs = tl.join(even, odd)
-    else:
-        pairs = tl.where(tl.arange(0, 2)[None, :] == 1, odd[:, None], even[:, None])
-    return tl.reshape(pairs, [2 * even.shape[0]])
-
-
-@triton.jit
-def _rest(x):
-    """What float32 leaves of float64."""
-    return (x - x.to(tl.float32).to(tl.float64)).to(tl.float32)
-
-
-@triton.jit
-def _tokens_of_chunk(
-    chunk, cu_seqlens, chunk_starts, tokens, sequences, C: tl.constexpr, HAS_CU: tl.constexpr
-):
-    """Row and first token of a chunk, the end of its sequence, and the first chunk after that.
-
-    If there is no such chunk, the end is not behind the first token.
-    """
-    if HAS_CU:
-        row = tl.zeros((), tl.int64)
-        i = sequence_of(chunk_starts, chunk, sequences)
-        first, end = sequence_bounds(cu_seqlens, i, tokens, i < sequences)
-        first += (chunk - tl.load(chunk_starts + i)) * C
-        stop = tl.load(chunk_starts + i + 1, mask=i < sequences, other=0).to(tl.int64)
-    else:
-        chunks_each = tl.cdiv(tokens, C)
-        row = chunk // chunks_each
-        first = chunk % chunks_each * C
-        end = tl.zeros((), tl.int64) + tokens
-        stop = end
-    return row, first, end, stop
-
-
-@triton.jit
 def _tokens_of_later(
     later, chunk, row, first, end, stop, cu_seqlens, chunk_starts, tokens, sequences,
     C: tl.constexpr, HAS_CU: tl.constexpr,
 ):  # fmt: skip
-    """``_tokens_of_chunk`` of a chunk after one of which they are given: mostly without loads."""
+    """``tokens_of_chunk`` of a chunk after one of which they are given: mostly without loads."""
     if HAS_CU:
         first += (later - chunk) * C
         if later >= stop:
-            row, first, end, stop = _tokens_of_chunk(
+            row, first, end, stop = tokens_of_chunk(
                 later, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU
             )
         return row, first, end, stop
-    return _tokens_of_chunk(later, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU)
+    return tokens_of_chunk(later, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU)
 
 
 @triton.jit
@@ -338,6 +286,17 @@ def _last_token(cu_seqlens, tokens, sequences, HAS_CU: tl.constexpr):
     if HAS_CU:
         return sequence_bounds(cu_seqlens, sequences - 1, tokens, True)[1]
     return tl.zeros((), tl.int64) + tokens
+
+
+@triton.jit
+def _pairs(n: tl.constexpr):
+    """0 to n - 1, joined from the even and the odd numbers.
+
+    Triton takes operands that come from a join two columns side by side if they have 32 bits: the
+    products of blocks of 16 are made for that.
+    """
+    even = 2 * tl.arange(0, n // 2)
+    return tl.reshape(tl.join(even, even + 1), [n])
 
 
 @triton.jit
@@ -350,13 +309,13 @@ def _count_chunk(counter):
 @triton.jit
 def _prepare_chunk(
     chunk, first_head,
-    row, first, end, stop,  # of _tokens_of_chunk
+    row, first, end, stop,  # of tokens_of_chunk
     next_chunk, next_first_head,  # the ones after these: their tokens are returned
     last,
     counter, is_later,  # of the item before this, if there was one
-    q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens, sequences,
+    q, k, cu_seqlens, chunk_starts, gates, rests, weights, vectors, keys, out, tokens, sequences,
     scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h,
-    k_stride_d, g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
+    k_stride_d,
     HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
@@ -370,11 +329,9 @@ def _prepare_chunk(
     t = r.to(tl.int64)
     count = tl.minimum(end - first, C).to(tl.int32)
     token_ok = r < count
-    all_q, all_k, all_g, all_beta = q, k, g, beta
+    all_q, all_k = q, k
     q += row * q_stride_b + head * q_stride_h + first * q_stride_t
     k += row * k_stride_b + head * k_stride_h + first * k_stride_t
-    g += row * g_stride_b + first * g_stride_t
-    beta += row * beta_stride_b + first * beta_stride_t
 
     d = tl.arange(0, BK)
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
@@ -398,22 +355,10 @@ def _prepare_chunk(
             all_q, next_row, next_head, next_first, next_tokens, q_stride_b, q_stride_t,
             q_stride_h, q_stride_d, C, K, BK,
         )  # fmt: skip
-        _prefetch_rows(
-            all_g, next_row, next_first_head, next_first, next_tokens, g_stride_b, g_stride_t,
-            g_stride_h, 0, C, 1, 1,
-        )  # fmt: skip
-        _prefetch_rows(
-            all_beta, next_row, next_first_head, next_first, next_tokens, beta_stride_b,
-            beta_stride_t, beta_stride_h, 0, C, 1, 1,
-        )  # fmt: skip
     if HAS_CU:
         # There are at least as many programs as chunks of tokens behind the last sequence.
         if last + chunk * C < tokens:
             _zero_padding(out, last + chunk * C, tokens, first_head, HEADS, HV, V, C, BLOCK_V)
-    # Gates are loaded a head ahead: the first thing that a head does is to add them up.
-    first_g = g + first_head.to(tl.int64) * g_stride_h
-    next_even = _load_every_other(first_g, 0, count, g_stride_t, C)
-    next_odd = _load_every_other(first_g, 1, count, g_stride_t, C)
     k_factor = tl.zeros([C], tl.float32)
     of_query = k_factor + scale
     if L2NORM:
@@ -428,7 +373,6 @@ def _prepare_chunk(
                 more = n * BK + d
                 tile = load_rows(k, r, more, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
                 _store_keys(keys_at, _normalise(tile, k_factor), r, more, K, BK)
-    query_even, query_odd = tl.split(tl.reshape(of_query, [C // 2, 2]))
     # Once for all heads: they stay in registers. Of one head Q K^T is made when the inverse needs
     # none any more; in float32 that would take more than there is of sm_100's tensor memory.
     LATE: tl.constexpr = HEADS == 1 and not EXACT
@@ -436,38 +380,24 @@ def _prepare_chunk(
         q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
         k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE, True, not LATE,
     )  # fmt: skip
-    JOIN: tl.constexpr = beta.dtype.element_ty.primitive_bitwidth == 32
+    column = _pairs(C)
     heads = tl.where(count > 0, HEADS, 0)
     for j in range(heads):
-        even, odd = next_even, next_odd
-        h = (first_head + j).to(tl.int64)
-        next_g = g + (h + 1) * g_stride_h
-        next_count = tl.where(j + 1 < HEADS, count, 0)
-        next_even = _load_every_other(next_g, 0, next_count, g_stride_t, C)
-        next_odd = _load_every_other(next_g, 1, next_count, g_stride_t, C)
-        beta_head = beta + h * beta_stride_h
-        beta_even = _load_every_other(beta_head, 0, count, beta_stride_t, C).to(tl.float32)
-        beta_odd = _load_every_other(beta_head, 1, count, beta_stride_t, C).to(tl.float32)
-        strength = tl.load(beta_head + t * beta_stride_t, mask=token_ok, other=0.0)
-        strength = strength.to(tl.float32)
-        # Sums of gates up to each token and after it. In float64: decays are differences of them,
-        # and small gates follow large ones.
-        odd = odd.to(tl.float64) * LOG2E
-        both = even.to(tl.float64) * LOG2E + odd
-        upto = tl.cumsum(both, 0)
-        after_odd = tl.sum(both, 0) - upto
-        after_even = after_odd + odd
-        after = _interleave(after_even.to(tl.float32), after_odd.to(tl.float32), JOIN)
-        exponent = after[None, :] - after[:, None]
+        h = chunk * HV + first_head + j
+        after_at = gates + h * (2 * C)
+        after_t = tl.load(after_at + r)[:, None]
+        after = tl.load(after_at + r)[None, :]
+        strength = tl.load(after_at + C + r)
+        exponent = after - after_t
         if EXACT:
-            rest = _interleave(_rest(after_even), _rest(after_odd), JOIN)
+            rest = tl.load(rests + h * C + r)
             exponent += rest[None, :] - rest[:, None]
-        decay = tl.exp2(tl.where(r[:, None] >= r[None, :], exponent, float("-inf")))
+        decay = tl.exp2(tl.where(r[:, None] >= column[None, :], exponent, float("-inf")))
 
         T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION)
         T *= strength[None, :]
-        W_at = weights + (chunk * HV + h) * (2 * C * C) + r[:, None] * C + r[None, :]
-        W = tl.where(r[:, None] == r[None, :], 0.0, tl.exp2(after)[:, None] * T)
+        W_at = weights + h * (2 * C * C) + r[:, None] * C + r[None, :]
+        W = tl.where(r[:, None] == r[None, :], 0.0, tl.exp2(after_t) * T)
         tl.store(W_at, W.to(weights.dtype.element_ty))
         if LATE:
             _, QK = _products(
@@ -477,29 +407,22 @@ def _prepare_chunk(
         U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
 
-        vectors_at = vectors + (chunk * HV + h) * (3 * C) + 2 * tl.arange(0, C // 2)
-        start_even = tl.exp2((upto - odd).to(tl.float32))
-        start_odd = tl.exp2(upto.to(tl.float32))
-        tl.store(vectors_at, start_even)
-        tl.store(vectors_at + 1, start_odd)
-        tl.store(vectors_at + C, tl.exp2(after_even.to(tl.float32)) * beta_even)
-        tl.store(vectors_at + C + 1, tl.exp2(after_odd.to(tl.float32)) * beta_odd)
-        tl.store(vectors_at + 2 * C, query_even * start_even)
-        tl.store(vectors_at + 2 * C + 1, query_odd * start_odd)
+        vectors_at = vectors + h * (3 * C) + r
+        tl.store(vectors_at + 2 * C, of_query * tl.load(vectors_at))
     return next_row, next_first, next_end, next_stop
 
 
 @triton.jit(do_not_specialize=["chunks", "ahead", "tokens", "sequences"])
 def prepare_kernel(
-    q, k, g, beta, cu_seqlens, chunk_starts,
+    q, k, cu_seqlens, chunk_starts,
+    gates, rests,  # see the decays kernel
     weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
-    vectors,  # out, float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; factor of Q S
+    vectors,  # float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; out: factor of Q S
     keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
     out,  # tokens of no sequence are set to zero
     ready,  # in and out, int32 [ceil(chunks / ahead), HQ]: how much of so many chunks is there
     chunks, ahead, tokens, sequences, scale,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
-    g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
     HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
@@ -511,7 +434,7 @@ def prepare_kernel(
     PARTS: tl.constexpr = HQ * GROUP // HEADS
     last = _last_token(cu_seqlens, tokens, sequences, HAS_CU)
     chunk = tl.program_id(0).to(tl.int64) // PARTS
-    row, first, end, stop = _tokens_of_chunk(
+    row, first, end, stop = tokens_of_chunk(
         chunk, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU
     )
     if BESIDE:
@@ -528,10 +451,9 @@ def prepare_kernel(
                 chunk, first_head, row, first, end, stop, next_chunk,
                 following % PARTS * HEADS, last,
                 counter, n != tl.program_id(0),
-                q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens,
+                q, k, cu_seqlens, chunk_starts, gates, rests, weights, vectors, keys, out, tokens,
                 sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
-                k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
-                beta_stride_b, beta_stride_t, beta_stride_h,
+                k_stride_t, k_stride_h, k_stride_d,
                 HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION,
                 SOLVE_PRECISION, WIDE, EXACT, BESIDE, PDL,
             )  # fmt: skip
@@ -542,10 +464,9 @@ def prepare_kernel(
         _prepare_chunk(
             chunk, first_head, row, first, end, stop, chunk, first_head, last,
             ready, False,
-            q, k, g, beta, cu_seqlens, chunk_starts, weights, vectors, keys, out, tokens,
+            q, k, cu_seqlens, chunk_starts, gates, rests, weights, vectors, keys, out, tokens,
             sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
-            k_stride_t, k_stride_h, k_stride_d, g_stride_b, g_stride_t, g_stride_h,
-            beta_stride_b, beta_stride_t, beta_stride_h,
+            k_stride_t, k_stride_h, k_stride_d,
             HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION, SOLVE_PRECISION,
             WIDE, EXACT, BESIDE, PDL,
         )  # fmt: skip
