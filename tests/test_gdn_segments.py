@@ -20,11 +20,18 @@ C = 64
 
 
 def plan(
-    T: int = 32768, N: int = 1, Hq: int = 2, Hv: int = 8, device: DeviceFacts = H200, **changes: Any
+    T: int = 32768,
+    N: int = 1,
+    Hq: int = 2,
+    Hv: int = 8,
+    K: int = 128,
+    V: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
+    device: DeviceFacts = H200,
+    **changes: Any,
 ) -> GdnPlan:
-    """Of heads of 128 in bfloat16."""
-    q = contiguous_facts((1, T, Hq, 128), torch.bfloat16)
-    v = contiguous_facts((1, T, Hv, 128), torch.bfloat16)
+    q = contiguous_facts((1, T, Hq, K), dtype)
+    v = contiguous_facts((1, T, Hv, V), dtype)
     gate = contiguous_facts((1, T, Hv), torch.float32)
     options = {"cu_seqlens_dtype": torch.int32, "sequences": N, "scale": 1.0, **changes}
     return plan_gdn(q, q, v, gate, gate, device, **options)
@@ -34,6 +41,7 @@ def names(made: GdnPlan) -> list[str]:
     return [launch.kernel.fn.__name__ for launch in made.launches]
 
 
+PREPARE = ["decays_kernel", "prepare_kernel"]
 SPLIT = ["segment_map_kernel", "segment_kernel", "chain_kernel"]
 
 
@@ -42,11 +50,11 @@ SPLIT = ["segment_map_kernel", "segment_kernel", "chain_kernel"]
 )
 def test_a_long_sequence_of_few_heads_is_split(T: int, segments: int) -> None:
     made = plan(T)
-    assert names(made) == ["chunk_map_kernel", "prepare_kernel", *SPLIT, "scan_kernel"]
+    assert names(made) == ["chunk_map_kernel", *PREPARE, *SPLIT, "scan_kernel"]
     assert made.split is not None and made.split.segments == segments
     assert made.scan.grid[0] == segments * 8 * 4  # about two for each of 132 multiprocessors
     without = plan(T, cu_seqlens_dtype=None)
-    assert names(without) == ["prepare_kernel", *SPLIT, "scan_kernel"]
+    assert names(without) == [*PREPARE, *SPLIT, "scan_kernel"]
     assert without.split is not None and without.split.segments == segments
 
 
@@ -67,50 +75,35 @@ def test_a_long_sequence_of_few_heads_is_split(T: int, segments: int) -> None:
 )
 def test_other_plans_have_no_more_launches(changes: dict[str, Any]) -> None:
     made = plan(**changes)
-    prepare = ["prepare_kernel"] if changes.get("T") != 0 else []
+    prepare = PREPARE if changes.get("T") != 0 else []
     assert names(made) == ["chunk_map_kernel", *prepare, "scan_kernel"]
     assert made.split is None and made.scan.constants["SPLIT"] is False
 
 
-def test_scan_of_few_programs_runs_beside_prepare() -> None:
-    made = plan(8192, Hq=16, Hv=32, cu_seqlens_dtype=None)
-    assert names(made) == ["chunk_map_kernel", "prepare_kernel", "scan_kernel"]
-    assert made.prepare is not None and made.prepare.grid[0] == 2 * 132 - 128
-    assert made.scan.grid[0] == 128 and made.counters == 128 // 16 * 16
-    assert plan(64, Hq=16, Hv=32).prepare.grid[0] == 16  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "is_wide"),
     [
-        {"N": 2},
-        {"Hv": 64},
-        {"device": DeviceFacts.of("sm_80")},
-        {"device": DeviceFacts.of("sm_100")},
-        {"device": DeviceFacts.of("sm_120")},
-        {"Hq": 2, "Hv": 8},
-        {"T": 0},
+        ({}, False),
+        ({"N": 2}, True),
+        ({"Hv": 64}, True),
+        ({"N": 2, "batch_invariant": True}, False),
+        ({"N": 2, "dtype": torch.float32}, False),
+        ({"N": 2, "dtype": torch.float16}, True),
+        ({"N": 16, "V": 32}, False),
+        ({"N": 2, "K": 256}, False),
+        ({"N": 2, "device": DeviceFacts.of("sm_80")}, False),
+        ({"N": 2, "device": DeviceFacts.of("sm_100")}, False),
+        ({"N": 2, "device": DeviceFacts.of("sm_120")}, False),
     ],
     ids=str,
 )
-def test_other_scans_start_after_prepare(changes: dict[str, Any]) -> None:
-    made = plan(**{"Hq": 16, "Hv": 32, **changes})
-    assert made.counters == 0 and made.scan.constants["BESIDE"] is False
-
-
-@pytest.mark.parametrize("programs", [2 * 132 - 1, 2 * 132, 1000])
-def test_scan_never_waits_for_a_kernel_of_no_program(programs: int) -> None:
-    """Even if a configuration asks for more programs of the scan than there is room for."""
-    config = default_config(128, 128, 1, torch.bfloat16, H200)._replace(chunks_ahead=1, bv=128)
-    made = plan(200_000, programs, Hq=1, Hv=1, config=config)
-    assert made.scan.grid[0] == programs and made.scan.constants["BESIDE"] is True
-    assert made.prepare is not None and made.prepare.grid[0] == 132
-
-
-def test_sequences_are_split_or_prepared_beside_the_scan() -> None:
-    config = default_config(128, 128, 4, torch.bfloat16, H200)._replace(chunks_ahead=8)
-    with pytest.raises(ValueError, match="config.chunks_ahead is 8; it must be 0 or None where"):
-        plan(config=config)
+def test_programs_of_many_take_64_columns_on_hopper(changes: dict[str, Any], is_wide: bool) -> None:
+    made = plan(**{"T": 8192, "Hq": 16, "Hv": 32, **changes})
+    constants = made.scan.constants
+    assert (constants["BV"] == 64, constants["BY_PRODUCT"]) == (
+        is_wide, not is_wide and not constants["PRECISION"].startswith("tf32")
+    )  # fmt: skip
+    assert constants["PREFETCH_V"] is is_wide
 
 
 @pytest.mark.parametrize(
@@ -125,7 +118,6 @@ def test_sequences_are_split_or_prepared_beside_the_scan() -> None:
         ({"bv": 24}, "config.bv is 24"),
         ({"scan_stages": 0}, "config.scan_stages is 0; it must be 1 or more"),
         ({"segment_chunks": -1}, "config.segment_chunks is -1"),
-        ({"chunks_ahead": -8}, "config.chunks_ahead is -8"),
     ],
     ids=str,
 )
@@ -135,14 +127,6 @@ def test_configuration_that_would_compute_something_else(
     config = default_config(128, 128, 4, torch.bfloat16, H200)._replace(**fields)
     with pytest.raises(ValueError, match=message):
         plan(config=config)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120"])
-def test_scan_beside_prepare_is_refused_where_it_cannot_be(arch: str) -> None:
-    device = DeviceFacts.of(arch)
-    config = default_config(128, 128, 2, torch.bfloat16, device)._replace(chunks_ahead=8)
-    with pytest.raises(ValueError, match=f"chunks_ahead is 8; it must be 0 or None on {arch}"):
-        plan(8192, Hq=16, Hv=32, device=device, config=config)
 
 
 def test_few_keys_are_one_tile() -> None:
@@ -255,7 +239,7 @@ def test_chunk_starts_of_bounds_that_break_the_rules_do_not_wrap_around() -> Non
     cu = torch.tensor([0, T] * (N // 2) + [0])
     starts = torch.full((N + 1,), -1, dtype=torch.int32)
     constants = {**launch.constants, "BLOCK": 16, "PDL": False}
-    chunk_map_kernel[launch.grid](cu, starts, starts, starts, **launch.scalars, **constants)
+    chunk_map_kernel[launch.grid](cu, starts, starts, **launch.scalars, **constants)
     assert starts[:3].tolist() == [0, T // C, T // C] and starts[-1] == 2**31 - 1
     assert (starts.diff() >= 0).all()
 

@@ -30,22 +30,6 @@ def let_next_kernel_start(PDL: tl.constexpr):
 
 
 @triton.jit
-def wait_for_count(counter, target, NVIDIA: tl.constexpr):
-    """Waits until other programs have counted that far, and sees what they wrote before.
-
-    While it waits it acquires nothing, which would empty the cache of the multiprocessor each time,
-    and looks seldom: other programs work there.
-    """
-    while tl.atomic_add(counter, 0, sem="relaxed", scope="gpu") < target:
-        if NVIDIA:
-            tl.inline_asm_elementwise(
-                "nanosleep.u32 200; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-            )
-    while tl.atomic_add(counter, 0, sem="acquire", scope="gpu") < target:
-        pass
-
-
-@triton.jit
 def sequence_bounds(cu_seqlens, i, tokens, mask):
     """First token of sequences i and one past the last, within the tokens whatever is given."""
     first = tl.load(cu_seqlens + i, mask=mask, other=0).to(tl.int64)
@@ -72,7 +56,7 @@ def sequence_of(chunk_starts, chunk, sequences):
 def tokens_of_chunk(
     chunk, cu_seqlens, chunk_starts, tokens, sequences, C: tl.constexpr, HAS_CU: tl.constexpr
 ):
-    """Row and first token of a chunk, the end of its sequence, and the first chunk after that.
+    """Row and first token of a chunk, and the end of its sequence.
 
     If there is no such chunk, the end is not behind the first token.
     """
@@ -81,14 +65,12 @@ def tokens_of_chunk(
         i = sequence_of(chunk_starts, chunk, sequences)
         first, end = sequence_bounds(cu_seqlens, i, tokens, i < sequences)
         first += (chunk - tl.load(chunk_starts + i)) * C
-        stop = tl.load(chunk_starts + i + 1, mask=i < sequences, other=0).to(tl.int64)
     else:
         chunks_each = tl.cdiv(tokens, C)
         row = chunk // chunks_each
         first = chunk % chunks_each * C
         end = tl.zeros((), tl.int64) + tokens
-        stop = end
-    return row, first, end, stop
+    return row, first, end
 
 
 @triton.jit
@@ -97,29 +79,21 @@ def _saturated(n):
     return tl.minimum(n, 2**31 - 1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences", "counters"])
+@triton.jit(do_not_specialize=["tokens", "sequences"])
 def chunk_map_kernel(
     cu_seqlens,
     chunk_starts,  # out, int32 [sequences + 1]: chunks before each sequence
     h_cu_starts,  # out, int64 [sequences + 1]: complete chunks before each sequence
-    ready,  # out, int32 [counters]: zeros
     tokens,
     sequences,
-    counters,
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_CU: tl.constexpr,
     HAS_H_STARTS: tl.constexpr,
-    BESIDE: tl.constexpr,  # the scan runs beside the prepare kernel
     PDL: tl.constexpr,
 ):
     wait_for_earlier_kernels(PDL)
-    if BESIDE:
-        for at in range(0, counters, BLOCK):
-            n = at + tl.arange(0, BLOCK)
-            tl.store(ready + n, tl.zeros([BLOCK], tl.int32), mask=n < counters)
-    else:
-        let_next_kernel_start(PDL)
+    let_next_kernel_start(PDL)
     chunks = tl.zeros((), tl.int64)
     complete = tl.zeros((), tl.int64)
     for at in range(0, sequences, BLOCK):

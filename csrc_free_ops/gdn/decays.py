@@ -26,18 +26,13 @@ def decays_kernel(
     tokens, sequences,
     g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
     HV: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, HAS_CU: tl.constexpr,
-    EXACT: tl.constexpr,
-    BESIDE: tl.constexpr,  # the scan runs beside the prepare kernel, spread evenly
-    PDL: tl.constexpr,
+    EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
-    if not BESIDE:
-        let_next_kernel_start(PDL)
+    let_next_kernel_start(PDL)
     TILES: tl.constexpr = (HV + BH - 1) // BH
     chunk = tl.program_id(0).to(tl.int64) // TILES
-    row, first, end, _ = tokens_of_chunk(
-        chunk, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU
-    )
+    row, first, end = tokens_of_chunk(chunk, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU)
     count = tl.minimum(end - first, C)
     if count <= 0:
         return
@@ -50,7 +45,7 @@ def decays_kernel(
     gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=inside, other=0.0)
     strength = tl.load(beta + t * beta_stride_t + h * beta_stride_h, mask=inside, other=0.0)
     strength = strength.to(tl.float32)
-    # In float64: decays are differences of these sums, and small gates follow large ones. Of base 2.
+    # In float64: decays are differences of these sums, and small gates follow large ones.
     gate = gate.to(tl.float64) * LOG2E
     upto = tl.cumsum(gate, 0)
     after = tl.sum(gate, 0)[None, :] - upto

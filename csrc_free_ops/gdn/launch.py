@@ -39,15 +39,12 @@ class GdnConfig(NamedTuple):
     bv: int  # its rows: columns of S that a program of the scan keeps
     scan_warps: int
     scan_stages: int  # chunks whose loads are under way in the scan, its own among them
-    #: Loads of v are under way as many chunks ahead as the others, through shared memory.
+    #: v is copied to shared memory chunks ahead, as all else that the scan reads (if of 16 bits).
     v_ahead: bool = True
     prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
     scan_registers: int | None = None
     #: Chunks of a segment that sequences are split into; 0: they are not; None: by shapes.
     segment_chunks: int | None = None
-    #: The scan runs beside prepare (on Hopper) and waits for that many chunks at a time; 0: it
-    #: starts after prepare; None: by shapes.
-    chunks_ahead: int | None = None
 
 
 def default_config(
@@ -55,9 +52,8 @@ def default_config(
 ) -> GdnConfig:
     """Tile shapes for head sizes K and V and ``group`` heads of v for each of q and k.
 
-    The same for all tokens and sequences, so that the bits of a sequence depend on nothing else
-    (``plan_gdn`` changes only what changes none). As many stages as the device has shared memory
-    for.
+    The same for all tokens and sequences: ``plan_gdn`` changes it for many programs, and with
+    ``batch_invariant`` only what changes no bit. As many stages as the device has memory for.
     """
     narrow = dtype.itemsize == 2
     # Of sm_100's 512 columns of tensor memory two heads of prepare in a loop take up to 1088 in
@@ -71,8 +67,10 @@ def default_config(
     while _prepare_bound(prepare_bk, dtype) > device.shared_memory:
         prepare_bk //= 2
     heads = 1 if group % 2 or (_has_tensor_memory(device) and dtype is torch.float32) else 2
+    # By itself a head takes some 200 registers: with a few less three programs fit on Hopper.
+    registers = 168 if heads == 1 and narrow and device.capability == (9, 0) else None
     for stages in (3, 2, 1):
-        config = GdnConfig(prepare_bk, 4, heads, bk, bv, 4, stages)
+        config = GdnConfig(prepare_bk, 4, heads, bk, bv, 4, stages, prepare_registers=registers)
         if shared_memory_bound(config, K, dtype) <= device.shared_memory:
             break
     return config
@@ -100,9 +98,6 @@ def check_config(
         check("bk", config.bk >= K, f"at least {K}, one tile where K is {C // 2} or less")
     check("scan_stages", config.scan_stages > 0, "1 or more")
     check("segment_chunks", (config.segment_chunks or 0) >= 0, "None, 0 or more")
-    check("chunks_ahead", (config.chunks_ahead or 0) >= 0, "None, 0 or more")
-    if not _runs_beside(device):
-        check("chunks_ahead", not config.chunks_ahead, f"0 or None on {device.arch}")
 
 
 def _in_two_terms(K: int, dtype: torch.dtype) -> bool:
@@ -149,26 +144,15 @@ def segment_chunks(
     return max(_LEAST_SEGMENT, -(-chunks // segments))
 
 
-def chunks_ahead(programs: int, chunks: int, device: DeviceFacts) -> int:
-    """For how many chunks at a time a scan of so many programs waits; 0: for all of them.
+def has_wide_tiles(programs: int, K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> bool:
+    """Whether a scan of so many programs takes 64 columns of S in each, and half as many of them.
 
-    It runs beside the prepare kernel where a program of each fits on every multiprocessor. More
-    programs would take the room of the prepare kernel's, which none of them can do without. Until
-    the first chunks are there the scan waits 1.6 us for each, and later 2.5 us each time (H200).
+    Hopper's products of 64 rows read each operand once, where those of 32 read it twice, and other
+    bits come out. Two programs fit into a multiprocessor if v does not lie in shared memory too.
     """
-    if not _runs_beside(device) or programs > device.multiprocessors:
-        return 0
-    return 8 if chunks <= 64 else 16 if chunks <= 256 else 32
-
-
-def _runs_beside(device: DeviceFacts) -> bool:
-    """Whether the scan can run beside the prepare kernel: on Hopper.
-
-    GPUs before it launch no kernel ahead of the end of another. With tensor memory prepare's loop
-    over chunks does not compile (Triton 3.6), and where there is none since, shared memory is
-    enough for a program of one of the two only (115 KiB of 100 for heads of 128).
-    """
-    return device.has_pdl and (device.capability or (0, 0))[0] == 9
+    is_hopper = device.is_nvidia and (device.capability or (0, 0))[0] == 9
+    fits = dtype.itemsize == 2 and V > 32 and K <= 128
+    return is_hopper and fits and programs > device.multiprocessors
 
 
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
@@ -231,8 +215,8 @@ def plan_gdn(
     With the dtypes of indices the state is a pool ``[P,Hv,V,K]``, to be run by ``run_pool``.
 
     Raises:
-        ValueError: a configuration that breaks the rules of ``check_config``, that splits sequences
-            with ``batch_invariant``, or that splits them and has the scan run beside prepare.
+        ValueError: a configuration that breaks the rules of ``check_config``, or that splits
+            sequences with ``batch_invariant``.
     """
     B, T, Hq, K = q.shape
     Hv, V = v.shape[2:]
@@ -241,12 +225,14 @@ def plan_gdn(
         config = default_config(K, V, Hv // Hq, q.dtype, device)
     else:
         check_config(config, K, Hv // Hq, q.dtype, device)
-    v_tiles = -(-V // config.bv)
-    scans = sequences * Hv * v_tiles  # programs of a scan that splits no sequence
+    scans = sequences * Hv * -(-V // config.bv)  # programs of a scan that splits no sequence
     if by_shapes and scans > device.multiprocessors:
         # Two programs of a multiprocessor hide more than a third chunk under way.
         # When loads are issued changes no bit: the same products and sums follow.
         config = config._replace(scan_stages=min(config.scan_stages, 2))
+    if by_shapes and not batch_invariant and has_wide_tiles(scans, K, V, q.dtype, device):
+        config = config._replace(bv=min(64, _pow2(V)), v_ahead=False)
+    v_tiles = -(-V // config.bv)
     has_cu = cu_seqlens_dtype is not None
     if has_cu:  # the most that any lengths can need
         m = min(sequences, T)
@@ -265,15 +251,6 @@ def plan_gdn(
     if L:  # a sequence is a segment even if it is empty; one alone may have all tokens
         segments += (1 if has_cu else B) * (max(0, T - 1) // (C * L))
     is_split = segments > sequences
-    ahead = config.chunks_ahead
-    if ahead and is_split:
-        raise ValueError(
-            f"config.chunks_ahead is {ahead}; it must be 0 or None where sequences are split"
-        )
-    if ahead is None:
-        ahead = 0 if is_split else chunks_ahead(scans, chunks, device)
-    ahead *= chunks > 0
-    beside = ahead > 0
     exact = q.dtype is torch.float32
     tensor_cores = device.is_nvidia
     precision = "tf32x3" if exact and tensor_cores else "ieee"
@@ -293,19 +270,13 @@ def plan_gdn(
     shared = dict(C=C, HAS_CU=has_cu, PDL=device.has_pdl)
     tiles = dict(K=K, V=V, GROUP=Hv // Hq, L2NORM=qk_l2norm, PRECISION=precision, WIDE=wide)
     strides = {**_strides("q", q), **_strides("k", k)}
-    counters = -(-chunks // ahead) * Hq if ahead else 0
     parts = chunks * Hv // config.heads
-    # Two of a multiprocessor, by their registers, or one and one of the scan. The scan waits for
-    # ever if there is none, so that there is one where a configuration wants too many of the scan.
-    beside_programs = max(2 * device.multiprocessors - scans, device.multiprocessors)
     chunk_map = Launch(
         chunk_map_kernel,
         grid=1,
-        pointers=dict(cu_seqlens=cu, chunk_starts=starts, h_cu_starts=h_starts, ready=starts),
-        scalars=dict(tokens=T, sequences=sequences, counters=counters),
-        constants=dict(
-            **shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact", BESIDE=beside
-        ),
+        pointers=dict(cu_seqlens=cu, chunk_starts=starts, h_cu_starts=h_starts),
+        scalars=dict(tokens=T, sequences=sequences),
+        constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact"),
         options=_options(device, 4),
     )
     decays_bh = min(next_power_of_2(Hv), _DECAYS_BH)
@@ -319,25 +290,23 @@ def plan_gdn(
         scalars=dict(
             tokens=T, sequences=sequences, **_strides("g", g), **_strides("beta", beta)
         ),
-        constants=dict(**shared, HV=Hv, BH=decays_bh, EXACT=exact, BESIDE=beside),
+        constants=dict(**shared, HV=Hv, BH=decays_bh, EXACT=exact),
         options=_options(device, 4),
     )  # fmt: skip
     prepare = Launch(
         prepare_kernel,
-        grid=min(parts, beside_programs) if ahead else parts,
+        grid=parts,
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), cu_seqlens=cu, chunk_starts=starts,
             gates=pair, rests=pair, weights=dtype, vectors=pair, keys=dtype, out=dtype,
-            ready=starts,
         ),
         scalars=dict(
-            chunks=chunks, ahead=ahead, tokens=T, sequences=sequences, scale=float(scale),
-            **strides,
+            tokens=T, sequences=sequences, scale=float(scale), **strides,
         ),
         constants=dict(
             **shared, **tiles, HQ=Hq, HEADS=config.heads, BK=config.prepare_bk,
             NK=-(-K // config.prepare_bk), BLOCK_V=_pow2(V),
-            SOLVE_PRECISION=solve_precision, EXACT=exact, BESIDE=beside,
+            SOLVE_PRECISION=solve_precision, EXACT=exact,
         ),
         options=_options(device, config.prepare_warps, 1, config.prepare_registers),
     )  # fmt: skip
@@ -358,13 +327,13 @@ def plan_gdn(
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), v=(v.dtype, v.aligned),
             initial_state=pair if is_split else given, cu_seqlens=cu, chunk_starts=starts,
-            weights=dtype, vectors=pair, keys=dtype, ready=starts, out=dtype,
+            weights=dtype, vectors=pair, keys=dtype, out=dtype,
             final_state=pair if pool is None else given,
             h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
             **{name: (indices.get(name) or torch.int32, False) for name in _INDICES},
         ),
         scalars=dict(
-            tokens=T, chunks=chunks, ahead=ahead, rows=h_rows, places=places, **strides,
+            tokens=T, chunks=chunks, rows=h_rows, places=places, **strides,
             **_strides("v", v),
             **states,
         ),
@@ -372,7 +341,7 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            BESIDE=beside, PARTS=Hv // Hq // config.heads,
+            PREFETCH_V=device.is_nvidia and not config.v_ahead,
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip
@@ -392,7 +361,7 @@ def plan_gdn(
         )  # fmt: skip
     return GdnPlan(
         device,
-        chunk_map=chunk_map if has_cu or h_layout == "compact" or ahead else None,
+        chunk_map=chunk_map if has_cu or h_layout == "compact" else None,
         decays=decays if chunks else None,
         prepare=prepare if chunks else None,
         split=split,
@@ -403,7 +372,6 @@ def plan_gdn(
         gates=(chunks, Hv, 2, C),
         rests=(chunks, Hv, C) if exact else (0,),
         keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
-        counters=counters,
     )
 
 
@@ -483,7 +451,6 @@ class GdnPlan:
         sequences: how many there are.
         weights, vectors, keys: the shapes of scratch, see the prepare kernel.
         gates, rests: likewise, see the decays kernel.
-        counters: how many the scan waits for; 0 if it starts after prepare.
     """
 
     def __init__(
@@ -501,7 +468,6 @@ class GdnPlan:
         keys: tuple[int, ...],
         gates: tuple[int, ...],
         rests: tuple[int, ...],
-        counters: int,
     ) -> None:
         self.device = device
         self.chunk_map = chunk_map
@@ -515,7 +481,6 @@ class GdnPlan:
         self.keys = keys
         self.gates = gates
         self.rests = rests
-        self.counters = counters
         launches = (chunk_map, decays, prepare, *(() if split is None else split[:3]), scan)
         self.launches = [launch for launch in launches if launch is not None]
         self.specialization = (
@@ -608,18 +573,17 @@ class GdnPlan:
         weights = out.new_empty(self.weights)
         vectors = out.new_empty(self.vectors, dtype=torch.float32)
         keys = out.new_empty(self.keys)
-        ready = out.new_empty(self.counters, dtype=torch.int32) if self.counters else starts
         cu = starts if cu_seqlens is None else cu_seqlens
         h_starts = starts if h_cu_starts is None else h_cu_starts
         calls: list[tuple[Launch, tuple[Tensor, ...]]] = []
         if self.chunk_map is not None:
-            calls.append((self.chunk_map, (cu, starts, h_starts, ready)))
+            calls.append((self.chunk_map, (cu, starts, h_starts)))
         if self.decays is not None:
             gates = out.new_empty(self.gates, dtype=torch.float32)
             rests = out.new_empty(self.rests, dtype=torch.float32)
             calls.append((self.decays, (g, beta, cu, starts, gates, rests, vectors)))
         if self.prepare is not None:
-            made = (weights, vectors, keys, out, ready)
+            made = (weights, vectors, keys, out)
             calls.append((self.prepare, (q, k, cu, starts, gates, rests, *made)))
         state = vectors if initial_state is None else initial_state
         final = vectors if final_state is None else final_state
@@ -634,7 +598,7 @@ class GdnPlan:
             calls.append((self.split.chain, (segment_map, maps)))
             state, starts = maps, segment_map
         read = (q, k, v, state, cu, starts, weights, vectors, keys)
-        calls.append((self.scan, (*read, ready, out, final, checkpoints, h_starts, *places)))
+        calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls
 
 

@@ -13,23 +13,20 @@ of the chunk and the factor of Q S in the outputs: scale, decay and, with ``qk_l
 q. The normalised keys are stored as well: to make them again for each tile of V took the scan half
 of its instructions.
 
-A program is one chunk of HEADS value heads, which share the tiles of a head of q and k; with BESIDE
-it goes through several, in the order of the chunks, while the scan follows (see docs/gdn.md). With
-four warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one
-warp alone exchange nothing with the others.
+A program is one chunk of HEADS value heads, which share the tiles of a head of q and k. With four
+warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one warp
+alone exchange nothing with the others.
 """
 
 import triton
 import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import (
-    let_next_kernel_start,
     sequence_bounds,
-    sequence_of,
     tokens_of_chunk,
     wait_for_earlier_kernels,
 )
-from csrc_free_ops.prefetch import prefetch_lines
+
 
 @triton.jit
 def _product_16(x, y, PRECISION: tl.constexpr):
@@ -230,25 +227,6 @@ def _products(
 
 
 @triton.jit
-def _prefetch_rows(
-    x, row, head, first, count, stride_b, stride_t, stride_h, stride_d, C: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Brings BLOCK columns of ``count`` rows of C from the first on into the L2, as far as there
-    are any."""
-    LINE: tl.constexpr = 1024 // x.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = max(BLOCK // LINE, 1)
-    r = tl.arange(0, C)
-    x += tl.where(count > 0, row * stride_b + head * stride_h + first * stride_t, 0)
-    lines = tl.arange(0, LINES).to(tl.int64) * LINE
-    if SIZE < BLOCK:
-        lines = tl.minimum(lines, SIZE - 1)
-    lines *= stride_d
-    rows = tl.where(r < count, r, 0).to(tl.int64) * stride_t
-    prefetch_lines(x + rows[:, None] + lines[None, :])
-
-
-@triton.jit
 def _zero_padding(
     out, first, tokens, h, HEADS: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -265,27 +243,9 @@ def _zero_padding(
 
 
 @triton.jit
-def _tokens_of_later(
-    later, chunk, row, first, end, stop, cu_seqlens, chunk_starts, tokens, sequences,
-    C: tl.constexpr, HAS_CU: tl.constexpr,
-):  # fmt: skip
-    """``tokens_of_chunk`` of a chunk after one of which they are given: mostly without loads."""
-    if HAS_CU:
-        first += (later - chunk) * C
-        if later >= stop:
-            row, first, end, stop = tokens_of_chunk(
-                later, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU
-            )
-        return row, first, end, stop
-    return tokens_of_chunk(later, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU)
-
-
-@triton.jit
-def _last_token(cu_seqlens, tokens, sequences, HAS_CU: tl.constexpr):
+def _last_token(cu_seqlens, tokens, sequences):
     """One past the last token of the last sequence."""
-    if HAS_CU:
-        return sequence_bounds(cu_seqlens, sequences - 1, tokens, True)[1]
-    return tl.zeros((), tl.int64) + tokens
+    return sequence_bounds(cu_seqlens, sequences - 1, tokens, True)[1]
 
 
 @triton.jit
@@ -299,66 +259,45 @@ def _pairs(n: tl.constexpr):
     return tl.reshape(tl.join(even, even + 1), [n])
 
 
-@triton.jit
-def _count_chunk(counter):
-    """Tells the scan that what this program has stored is there."""
-    tl.debug_barrier()  # all threads have written
-    tl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@triton.jit
-def _prepare_chunk(
-    chunk, first_head,
-    row, first, end, stop,  # of tokens_of_chunk
-    next_chunk, next_first_head,  # the ones after these: their tokens are returned
-    last,
-    counter, is_later,  # of the item before this, if there was one
-    q, k, cu_seqlens, chunk_starts, gates, rests, weights, vectors, keys, out, tokens, sequences,
-    scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h,
-    k_stride_d,
+@triton.jit(do_not_specialize=["tokens", "sequences"])
+def prepare_kernel(
+    q, k, cu_seqlens, chunk_starts,
+    gates, rests,  # see the decays kernel
+    weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
+    vectors,  # float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; out: factor of Q S
+    keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
+    out,  # tokens of no sequence are set to zero
+    tokens, sequences, scale,
+    q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, BESIDE: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """HEADS value heads of a chunk, from the first on; only padding if there is no such chunk."""
+    wait_for_earlier_kernels(PDL)
+    PARTS: tl.constexpr = HQ * GROUP // HEADS
     HV: tl.constexpr = HQ * GROUP
+    chunk = tl.program_id(0).to(tl.int64) // PARTS
+    first_head = tl.program_id(0) % PARTS * HEADS
+    row, first, end = tokens_of_chunk(chunk, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU)
     head = (first_head // GROUP).to(tl.int64)
     r = tl.arange(0, C)
-    t = r.to(tl.int64)
     count = tl.minimum(end - first, C).to(tl.int32)
     token_ok = r < count
-    all_q, all_k = q, k
     q += row * q_stride_b + head * q_stride_h + first * q_stride_t
     k += row * k_stride_b + head * k_stride_h + first * k_stride_t
 
     d = tl.arange(0, BK)
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
-    # While these are under way:
-    if BESIDE:
-        if is_later:
-            _count_chunk(counter)
-    next_row, next_first, next_end, next_stop = _tokens_of_later(
-        next_chunk, chunk, row, first, end, stop, cu_seqlens, chunk_starts, tokens, sequences, C,
-        HAS_CU,
-    )  # fmt: skip
-    if BESIDE and PDL:
-        next_tokens = tl.minimum(next_end - next_first, C).to(tl.int32)
-        next_head = next_first_head // GROUP
-        _prefetch_rows(
-            all_k, next_row, next_head, next_first, next_tokens, k_stride_b, k_stride_t,
-            k_stride_h, k_stride_d, C, K, BK,
-        )  # fmt: skip
-        _prefetch_rows(
-            all_q, next_row, next_head, next_first, next_tokens, q_stride_b, q_stride_t,
-            q_stride_h, q_stride_d, C, K, BK,
-        )  # fmt: skip
     if HAS_CU:
         # There are at least as many programs as chunks of tokens behind the last sequence.
-        if last + chunk * C < tokens:
-            _zero_padding(out, last + chunk * C, tokens, first_head, HEADS, HV, V, C, BLOCK_V)
+        padding = _last_token(cu_seqlens, tokens, sequences) + chunk * C
+        if padding < tokens:
+            _zero_padding(out, padding, tokens, first_head, HEADS, HV, V, C, BLOCK_V)
+    if count <= 0:
+        return
     k_factor = tl.zeros([C], tl.float32)
     of_query = k_factor + scale
     if L2NORM:
@@ -381,8 +320,7 @@ def _prepare_chunk(
         k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE, True, not LATE,
     )  # fmt: skip
     column = _pairs(C)
-    heads = tl.where(count > 0, HEADS, 0)
-    for j in range(heads):
+    for j in range(HEADS):
         h = chunk * HV + first_head + j
         after_at = gates + h * (2 * C)
         after_t = tl.load(after_at + r)[:, None]
@@ -409,64 +347,3 @@ def _prepare_chunk(
 
         vectors_at = vectors + h * (3 * C) + r
         tl.store(vectors_at + 2 * C, of_query * tl.load(vectors_at))
-    return next_row, next_first, next_end, next_stop
-
-
-@triton.jit(do_not_specialize=["chunks", "ahead", "tokens", "sequences"])
-def prepare_kernel(
-    q, k, cu_seqlens, chunk_starts,
-    gates, rests,  # see the decays kernel
-    weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
-    vectors,  # float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; out: factor of Q S
-    keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
-    out,  # tokens of no sequence are set to zero
-    ready,  # in and out, int32 [ceil(chunks / ahead), HQ]: how much of so many chunks is there
-    chunks, ahead, tokens, sequences, scale,
-    q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
-    HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
-    HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
-    BESIDE: tl.constexpr,  # the scan runs beside this kernel; else it starts when that has ended
-    PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_earlier_kernels(PDL)
-    PARTS: tl.constexpr = HQ * GROUP // HEADS
-    last = _last_token(cu_seqlens, tokens, sequences, HAS_CU)
-    chunk = tl.program_id(0).to(tl.int64) // PARTS
-    row, first, end, stop = tokens_of_chunk(
-        chunk, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU
-    )
-    if BESIDE:
-        # The scan needs a part of each multiprocessor only: its programs start beside these, which
-        # all run by then, and wait for what they count here.
-        let_next_kernel_start(PDL)
-        counter = ready
-        for n in range(tl.program_id(0), chunks * PARTS, tl.num_programs(0)):
-            chunk = (tl.zeros((), tl.int64) + n) // PARTS
-            following = tl.minimum(n + tl.num_programs(0), chunks * PARTS - 1)
-            next_chunk = (tl.zeros((), tl.int64) + following) // PARTS
-            first_head = n % PARTS * HEADS
-            row, first, end, stop = _prepare_chunk(
-                chunk, first_head, row, first, end, stop, next_chunk,
-                following % PARTS * HEADS, last,
-                counter, n != tl.program_id(0),
-                q, k, cu_seqlens, chunk_starts, gates, rests, weights, vectors, keys, out, tokens,
-                sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
-                k_stride_t, k_stride_h, k_stride_d,
-                HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION,
-                SOLVE_PRECISION, WIDE, EXACT, BESIDE, PDL,
-            )  # fmt: skip
-            counter = ready + chunk // ahead * HQ + first_head // GROUP
-        _count_chunk(counter)
-    else:
-        first_head = tl.program_id(0) % PARTS * HEADS
-        _prepare_chunk(
-            chunk, first_head, row, first, end, stop, chunk, first_head, last,
-            ready, False,
-            q, k, cu_seqlens, chunk_starts, gates, rests, weights, vectors, keys, out, tokens,
-            sequences, scale, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
-            k_stride_t, k_stride_h, k_stride_d,
-            HQ, GROUP, HEADS, K, V, C, BK, NK, BLOCK_V, HAS_CU, L2NORM, PRECISION, SOLVE_PRECISION,
-            WIDE, EXACT, BESIDE, PDL,
-        )  # fmt: skip

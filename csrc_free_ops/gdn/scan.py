@@ -21,11 +21,11 @@ from csrc_free_ops.gdn.chunk_map import (
     let_next_kernel_start,
     segment_at,
     sequence_bounds,
-    wait_for_count,
     wait_for_earlier_kernels,
 )
 from csrc_free_ops.gdn.prepare import load_rows, offsets
 from csrc_free_ops.gdn.tiles import (
+    as_accumulator,
     load_given_state,
     load_keys,
     load_state,
@@ -34,6 +34,7 @@ from csrc_free_ops.gdn.tiles import (
     store_state,
     update_state,
 )
+from csrc_free_ops.prefetch import prefetch_lines
 
 
 @triton.jit
@@ -51,21 +52,18 @@ def _read_tile(
     return KS, QS, k_tile
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "ahead", "rows", "places"])
+@triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
 def scan_kernel(
     q, k, v,
     initial_state,  # with SPLIT the maps of segments.py
     cu_seqlens,
     chunk_starts,  # with SPLIT the segment map
     weights, vectors, keys,
-    ready,  # see the prepare kernel
     out,  # dtype of v [B, tokens, HV, V]
     final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
     h_cu_starts, read_indices, write_indices, track_lens, track_indices,
-    tokens, chunks,
-    ahead,  # how many chunks are waited for at a time
-    rows, places,
+    tokens, chunks, rows, places,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     v_stride_b, v_stride_t, v_stride_h, v_stride_d, s_stride_n, s_stride_h, s_stride_v, s_stride_k,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -76,16 +74,9 @@ def scan_kernel(
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
     SPLIT: tl.constexpr,
-    BESIDE: tl.constexpr,  # it runs beside the prepare kernel; else all chunks are prepared
-    PARTS: tl.constexpr,  # how often the prepare kernel counts a chunk of a head of q
-    BY_PRODUCT: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
+    BY_PRODUCT: tl.constexpr, PREFETCH_V: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if BESIDE:
-        # Instead of waiting for its end. Nothing else says that the multiprocessor's cache holds
-        # what earlier kernels wrote, the first of them in particular.
-        wait_for_count(ready, 1, NVIDIA)
-    else:
-        wait_for_earlier_kernels(PDL)
+    wait_for_earlier_kernels(PDL)
     let_next_kernel_start(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
@@ -93,7 +84,8 @@ def scan_kernel(
     part = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
     q_head = (head // GROUP).to(tl.int64)
     v_head = head.to(tl.int64)
-    vd = tl.program_id(0) % V_TILES * BV + tl.arange(0, BV)
+    vd_first = tl.program_id(0) % V_TILES * BV
+    vd = vd_first + tl.arange(0, BV)
     kd = tl.arange(0, BK)
     r = tl.arange(0, C)
 
@@ -175,102 +167,83 @@ def scan_kernel(
             reached = (track_len > 0) & (track_len <= length) & kept_wanted
             track = tl.where(reached, track_len, 0).to(tl.int32)
 
-    begun = tl.zeros((), tl.int32)
-    stop = count
-    groups = 1
-    if BESIDE:
-        groups = ((first_chunk + count - 1) // ahead - first_chunk // ahead + 1).to(tl.int32)
-        groups = tl.where(count > 0, groups, 0)
-    for n in range(groups):
-        if BESIDE:
-            group = first_chunk // ahead + n
-            parts = tl.minimum(chunks - group * ahead, ahead) * PARTS
-            wait_for_count(ready + group * HQ + q_head, parts.to(tl.int32), NVIDIA)
-            stop = tl.minimum((group + 1) * ahead - first_chunk, count).to(tl.int32)
-        # Where the loop ends the pointers are not: those of loads are chunks ahead in it.
-        first = tl.zeros((), tl.int64) + begun
-        q_at = q + first * C * q_stride_t
-        k_at = k + first * C * k_stride_t * (HQ if L2NORM else 1)
-        v_at = v + first * C * v_stride_t
-        out_at = out + first * C * HV * V
-        weights_at = weights + first * HV * 2 * C * C
-        vectors_at = vectors + first * HV * 3 * C
-        h_at = h + first * HV * V * K
-        for m in range(begun, stop):
-            token_ok = m * C + r < length
-            if H_LAYOUT == 1:
-                wanted = h_row + m < rows
-                if SPLIT:
-                    wanted &= (m > 0) | (before == 0)
-                store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
-                h_at += HV * V * K
+    h_at = h
+    for m in range(count):
+        token_ok = m * C + r < length
+        if H_LAYOUT == 1:
+            wanted = h_row + m < rows
+            if SPLIT:
+                wanted &= (m > 0) | (before == 0)
+            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
+            h_at += HV * V * K
 
-            # What does not depend on S.
-            since_start = tl.load(vectors_at + r)
-            own = tl.load(vectors_at + C + r)
-            of_query = tl.load(vectors_at + 2 * C + r)
-            of_chunk = tl.load(vectors_at + C - 1 + tl.zeros([BV], tl.int32))
-            W = tl.load(weights_at + r[:, None] * C + r[None, :])
-            U = tl.load(weights_at + C * C + r[:, None] * C + r[None, :])
-            wanted = token_ok[None, :]
-            if V % BV != 0:
-                wanted &= (vd < V)[:, None]
-            values = load_values(v_at, vd, r, wanted, v_stride_d, v_stride_t, WIDE, BY_PRODUCT)
+        # What does not depend on S.
+        since_start = tl.load(vectors + r)
+        own = tl.load(vectors + C + r)
+        of_query = tl.load(vectors + 2 * C + r)
+        of_chunk = tl.load(vectors + C - 1 + tl.zeros([BV], tl.int32))
+        W = tl.load(weights + r[:, None] * C + r[None, :])
+        U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
+        if PREFETCH_V:
+            # Nobody copies it to shared memory chunks ahead.
+            later = tl.minimum(2 * C + r, length - 1 - m * C).to(tl.int64)
+            prefetch_lines(v + later * v_stride_t + vd_first * v_stride_d)
+        values = load_values(v, vd, r, token_ok, v_stride_d, v_stride_t, V, BV, WIDE)
+        values = as_accumulator(values, r, BY_PRODUCT)
 
-            KS = tl.zeros([BV, C], tl.float32)
-            QS = tl.zeros([BV, C], tl.float32)
-            KS, QS, k0 = _read_tile(
-                q_at, k_at, S0, KS, QS, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t,
-                k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+        KS = tl.zeros([BV, C], tl.float32)
+        QS = tl.zeros([BV, C], tl.float32)
+        KS, QS, k0 = _read_tile(
+            q, k, S0, KS, QS, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d, K,
+            BK, L2NORM, PRECISION, WIDE,
+        )  # fmt: skip
+        k1 = k0
+        k2 = k0
+        k3 = k0
+        if NK > 1:
+            KS, QS, k1 = _read_tile(
+                q, k, S1, KS, QS, r, BK + kd, token_ok, q_stride_t, q_stride_d,
+                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
-            k1 = k0
-            k2 = k0
-            k3 = k0
-            if NK > 1:
-                KS, QS, k1 = _read_tile(
-                    q_at, k_at, S1, KS, QS, r, BK + kd, token_ok, q_stride_t, q_stride_d,
-                    k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
-                )  # fmt: skip
-            if NK > 2:
-                KS, QS, k2 = _read_tile(
-                    q_at, k_at, S2, KS, QS, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d,
-                    k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
-                )  # fmt: skip
-            if NK > 3:
-                KS, QS, k3 = _read_tile(
-                    q_at, k_at, S3, KS, QS, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d,
-                    k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
-                )  # fmt: skip
+        if NK > 2:
+            KS, QS, k2 = _read_tile(
+                q, k, S2, KS, QS, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d,
+                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+            )  # fmt: skip
+        if NK > 3:
+            KS, QS, k3 = _read_tile(
+                q, k, S3, KS, QS, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d,
+                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+            )  # fmt: skip
 
-            exact = values - since_start[None, :] * KS
-            exact = loaded_ahead(exact, own, of_query, of_chunk, NVIDIA)
-            R = exact.to(W.dtype)
-            D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
-            O = QS * of_query[None, :]
-            O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
-            S0, S1, S2, S3 = update_state(
-                S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk[:, None], NK, TWO_TERMS, PRECISION
-            )
-            tile_at = out_at + offsets(vd, 1, r, HV * V, WIDE)
-            out_ok = token_ok[None, :] & (vd < V)[:, None]
-            tl.store(tile_at, O.to(out.dtype.element_ty), mask=out_ok)
+        exact = values - since_start[None, :] * KS
+        exact = loaded_ahead(exact, own, of_query, of_chunk, NVIDIA)
+        R = exact.to(W.dtype)
+        D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
+        O = QS * of_query[None, :]
+        O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
+        S0, S1, S2, S3 = update_state(
+            S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk[:, None], NK, TWO_TERMS, PRECISION
+        )
+        tile_at = out + offsets(vd, 1, r, HV * V, WIDE)
+        out_ok = token_ok[None, :] & (vd < V)[:, None]
+        tl.store(tile_at, O.to(out.dtype.element_ty), mask=out_ok)
 
-            if H_LAYOUT == 2:
-                wanted = (m * C + C <= length) & (h_row + m < rows)
-                store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
-                h_at += HV * V * K
-            if HAS_TRACK:
-                if tl.minimum(m * C + C, length) == track:
-                    store_state(
-                        kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True
-                    )
-            q_at += C * q_stride_t
-            k_at += C * k_stride_t * (HQ if L2NORM else 1)
-            v_at += C * v_stride_t
-            out_at += C * HV * V
-            weights_at += HV * 2 * C * C
-            vectors_at += HV * 3 * C
-        begun = stop
+        if H_LAYOUT == 2:
+            wanted = (m * C + C <= length) & (h_row + m < rows)
+            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
+            h_at += HV * V * K
+        if HAS_TRACK:
+            if tl.minimum(m * C + C, length) == track:
+                store_state(
+                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True
+                )
+        q += C * q_stride_t
+        k += C * k_stride_t * (HQ if L2NORM else 1)
+        v += C * v_stride_t
+        out += C * HV * V
+        weights += HV * 2 * C * C
+        vectors += HV * 3 * C
 
     if SPLIT and H_LAYOUT == 1:
         # What the next segment begins with was summed up in another order. Rows are as in compact.
@@ -284,6 +257,3 @@ def scan_kernel(
     elif HAS_FINAL:
         last = final_state + (i * HV + v_head) * V * K
         store_state(last, S0, S1, S2, S3, vd, K, 1, is_last, V, K, BK, NK, False)
-    if BESIDE:
-        # This kernel has ended means that the one before it has: later ones rely on it.
-        wait_for_earlier_kernels(PDL)

@@ -21,6 +21,7 @@ from csrc_free_ops.gdn.chunk_map import (
 )
 from csrc_free_ops.gdn.prepare import offsets
 from csrc_free_ops.gdn.tiles import (
+    as_accumulator,
     load_given_state,
     load_keys,
     load_values,
@@ -129,8 +130,9 @@ def segment_kernel(
         own = tl.load(vectors + C + r)
         of_chunk = tl.load(vectors + C - 1 + tl.zeros([BV], tl.int32))
         W = tl.load(weights + r[:, None] * C + r[None, :])
-        wanted = ((vd < V) & (tile < V_TILES))[:, None]
-        values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, WIDE, BY_PRODUCT)
+        wanted = (r < C) & (tile < V_TILES)
+        values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, V, BV, WIDE)
+        values = as_accumulator(values, r, BY_PRODUCT)
 
         KS = tl.zeros([BV, C], tl.float32)
         KS, k0 = _read_tile(k, S0, KS, r, kd, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)

@@ -93,14 +93,22 @@ def load_keys(
 
 @triton.jit
 def load_values(
-    v, vd, r, wanted, stride_d, stride_t, WIDE: tl.constexpr, BY_PRODUCT: tl.constexpr
+    v, vd, r, token_ok, stride_d, stride_t, V: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Columns vd of a chunk's v as rows, in float32; zero where they are not wanted.
+    """Columns vd of a chunk's v as rows; zero where there are none."""
+    wanted = token_ok[None, :]
+    if V % BV != 0:
+        wanted &= (vd < V)[:, None]
+    return tl.load(v + offsets(vd, stride_d, r, stride_t, WIDE), mask=wanted, other=0.0)
+
+
+@triton.jit
+def as_accumulator(values, r, BY_PRODUCT: tl.constexpr):
+    """The same in float32.
 
     BY_PRODUCT (of 16 bits): times the identity, which changes no bit. Only operands of products are
     copied to shared memory chunks ahead and come from there in the layout of accumulators.
     """
-    values = tl.load(v + offsets(vd, stride_d, r, stride_t, WIDE), mask=wanted, other=0.0)
     if BY_PRODUCT:
         identity = tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(values.dtype)
         return tl.dot(values, identity)

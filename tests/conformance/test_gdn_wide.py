@@ -1,0 +1,81 @@
+"""The scan with 64 columns of S a program, as many programs take it on Hopper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from tests.conformance.calls import Maker, same_bits
+from tests.conformance.gdn_calls import CHUNK, check_or_skip, prompts
+from tests.conformance.gdn_plans import forced, noted
+from tests.conformance.gdn_pool_calls import check_or_skip as check_pool_or_skip
+from tests.conformance.test_gdn import CASES, OVERLOADS
+from tests.conformance.test_gdn_pool import CASES as POOL_CASES
+
+pytest.importorskip("csrc_free_ops.gdn.launch")
+
+Make = Callable[..., Maker]
+TIER = "triton"
+
+
+@pytest.fixture(autouse=True)
+def columns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Of each plan that the test has led to, how many columns of S a program of the scan has."""
+    with forced(monkeypatch, "has_wide_tiles", True):
+        yield noted(monkeypatch, lambda plan: plan.scan.constants["BV"])
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+@pytest.mark.parametrize("V", [64, 80])
+def test_lengths_around_the_ends_of_chunks(
+    overload: str, V: int, maker: Make, must_run: frozenset[str], columns: list[int]
+) -> None:
+    lengths = [CHUNK - 1, CHUNK, CHUNK + 1, 0, 3 * CHUNK + 1, 0, 1]
+    call = prompts(maker(), lengths, T=sum(lengths) + 9, Hv=1, K=16, V=V).with_(overload)
+    check_or_skip(call, TIER, must_run)
+    assert columns and set(columns) == {64}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_heads_that_share_queries(
+    dtype: torch.dtype, maker: Make, must_run: frozenset[str], columns: list[int]
+) -> None:
+    call = prompts(maker(dtype), [3 * CHUNK + 5, 70], Hq=1, Hv=4, K=32, V=64, qk_l2norm=True)
+    check_or_skip(call.with_("h_fla"), TIER, must_run)
+    assert columns and set(columns) == {64}
+
+
+NAMES = (
+    "rows_of_a_batch_without_cu_seqlens",
+    "empty_sequences_in_front_of_tokens_of_none",
+    "tokens_past_the_last_sequence_are_zero_and_not_read",
+    "sizes_that_are_no_powers_of_two",
+    "inputs_in_bfloat16",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_case(name: str, maker: Make, must_run: frozenset[str], columns: list[int]) -> None:
+    check_or_skip(CASES[name](maker), TIER, must_run)
+    assert columns
+
+
+@pytest.mark.parametrize("name", ["state_inside_a_sequence_is_kept", "pool_in_bfloat16"])
+def test_pool_case(name: str, maker: Make, must_run: frozenset[str], columns: list[int]) -> None:
+    check_pool_or_skip(POOL_CASES[name](maker), TIER, must_run)
+    assert columns
+
+
+def test_batch_invariant_calls_have_the_bits_of_narrow_tiles(
+    maker: Make, must_run: frozenset[str], monkeypatch: pytest.MonkeyPatch, columns: list[int]
+) -> None:
+    call = prompts(maker(torch.float16), [200, 0, 70], V=64).with_(batch_invariant=True)
+    call.require(TIER, must_run)
+    results = call.run(TIER)
+    with forced(monkeypatch, "has_wide_tiles", False):
+        narrow = call.run(TIER)
+    for got, wanted in zip(results, narrow, strict=True):
+        assert same_bits(got, wanted)
+    assert 64 not in columns
