@@ -134,6 +134,7 @@ def test_nothing_is_read_by_the_host() -> None:
         (96, ValueError, "page_size=96"),
         (0, ValueError, "page_size=0"),
         (-64, ValueError, "page_size=-64"),
+        (2**63, ValueError, "page_size=9223372036854775808; it must be below"),
         (64.0, TypeError, "page_size is 64.0"),
         (True, TypeError, "page_size is True"),
     ],
@@ -141,6 +142,19 @@ def test_nothing_is_read_by_the_host() -> None:
 def test_page_size_is_a_multiple_of_the_chunk(page: Any, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         build([1], [0], page)
+
+
+def test_page_size_may_be_a_symbol_of_a_compiled_graph() -> None:
+    compiled = torch.compile(
+        CheckpointMetadata.build, fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    lengths, prefixes, slots = torch.tensor([350, 128]), torch.tensor([192, 0]), torch.arange(2)
+    for page in (64, 128, 192):
+        expected = CheckpointMetadata.build(lengths, prefixes, page, slots)
+        for got, wanted in zip(compiled(lengths, prefixes, page, slots), expected, strict=True):
+            assert torch.equal(got, wanted)
+    with pytest.raises(Exception, match="page_size=100; it must be a multiple of 64"):
+        compiled(lengths, prefixes, 100, slots)
 
 
 def test_wrong_lengths_are_errors() -> None:
@@ -155,6 +169,16 @@ def test_wrong_lengths_are_errors() -> None:
         CheckpointMetadata.build(good[0], good, 64, good)
     with pytest.raises(ValueError, match="prefix_lens is on meta and seq_lens on cpu"):
         CheckpointMetadata.build(good, good.to("meta"), 64, good)
+    for value, words in (
+        (None, "is None"),
+        ([5, 9], "is of type list"),
+        (good.to_sparse(), "is a tensor of layout sparse_coo"),
+    ):
+        for i, name in enumerate(("seq_lens", "prefix_lens", "track_slots")):
+            args: list[Any] = [good, good, good]
+            args[i] = value
+            with pytest.raises(TypeError, match=f"build: {name} {words}; it must be a"):
+                CheckpointMetadata.build(args[0], args[1], 64, args[2])
 
 
 # ------------------------------------------------------------------------- forms of a result
@@ -216,6 +240,14 @@ def test_wrong_results_are_errors() -> None:
         scatter(states.view(2, 10, 1, 1, 1))
     with pytest.raises(ValueError, match="final_state has shape .0, 1, 1, 1.*asked for"):
         scatter((out, final_state[:0], states[None]))
+    with pytest.raises(TypeError, match="final_state of result is None; it must be a tensor"):
+        scatter((out, None, states[None]))
+    with pytest.raises(TypeError, match="h of result is None; it must be a tensor"):
+        scatter((out, final_state, None))
+    with pytest.raises(ValueError, match=r"dst has shape \(2,\); it must be \(3,\).*metadata.dst"):
+        scatter_checkpoints_(pool, metadata.dst[:2], (out, final_state, states[None]), metadata)
+    with pytest.raises(TypeError, match="dst is of type list; it must be a tensor"):
+        scatter_checkpoints_(pool, [1, 2, 3], (out, final_state, states[None]), metadata)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="result is of type list"):
         scatter([out, final_state, states])
     with pytest.raises(TypeError, match="metadata is of type tuple"):

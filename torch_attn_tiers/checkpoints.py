@@ -27,13 +27,19 @@ Example:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from operator import index
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_attn_tiers.gdn import GdnPrefillCompact, GdnPrefillFla
-from torch_attn_tiers.ops.checks import require_same_device, require_shape, require_type
+from torch_attn_tiers.ops.checks import (
+    require_dense,
+    require_same_device,
+    require_shape,
+    require_type,
+)
 from torch_attn_tiers.ops.gdn import C
 from torch_attn_tiers.problem import dtype_name
 
@@ -76,10 +82,13 @@ class CheckpointMetadata(NamedTuple):
 
         Raises:
             ValueError: page_size is no multiple of 64, or shapes or devices differ.
-            TypeError: page_size is no integer, or a tensor is not int32 or int64.
+            TypeError: page_size is no int, or another argument no dense tensor of int32 or int64.
         """
         _check_page_size(page_size)
         named = dict(seq_lens=seq_lens, prefix_lens=prefix_lens, track_slots=track_slots)
+        for name, tensor in named.items():
+            _require_tensor(_BUILD, name, tensor)
+        require_dense(_BUILD, named, **named)
         for name, tensor in named.items():
             require_type(
                 tensor.dtype in (torch.int32, torch.int64),
@@ -106,15 +115,23 @@ class CheckpointMetadata(NamedTuple):
 
 
 def _check_page_size(page_size: int) -> None:
-    require_type(
-        isinstance(page_size, int) and not isinstance(page_size, bool),
-        f"{_BUILD}: page_size is {page_size!r}; it must be an integer",
-    )
+    # Compiled for any page size, it is a symbol, of which Dynamo can make no text: none is made
+    # but where it is raised, and there index() makes it a number.
+    if not isinstance(page_size, int) or isinstance(page_size, bool):
+        raise TypeError(f"{_BUILD}: page_size is {page_size!r}; it must be an int")
     if page_size <= 0 or page_size % C != 0:
         raise ValueError(
-            f"{_BUILD}: page_size={page_size}; it must be a multiple of {C}, the tokens from one "
-            "checkpoint to the next"
+            f"{_BUILD}: page_size={index(page_size)}; it must be a multiple of {C}, the tokens "
+            "from one checkpoint to the next"
         )
+    if page_size >= 2**63:  # the lengths are int64
+        raise ValueError(f"{_BUILD}: page_size={index(page_size)}; it must be below 2^63")
+
+
+def _require_tensor(function: str, name: str, value: Any) -> None:
+    """``TypeError`` unless ``value`` is a tensor."""
+    kind = "None" if value is None else f"of type {type(value).__name__}"
+    require_type(isinstance(value, Tensor), f"{function}: {name} is {kind}; it must be a tensor")
 
 
 def _rows_before(rows: Tensor) -> Tensor:
@@ -151,6 +168,8 @@ def scatter_checkpoints_(
         "CheckpointMetadata.build returned",
     )
     h, final_state = _states(result)
+    _require_tensor(_SCATTER, "dst", dst)
+    require_shape(_SCATTER, "dst", dst, tuple(metadata.dst.shape), "[N], as metadata.dst")
     fla = h.dim() == 5
     torch.ops.attn_tiers.scatter_checkpoints_(
         pool,
@@ -180,6 +199,9 @@ def _states(result: tuple[Tensor, ...] | Tensor) -> tuple[Tensor, Tensor | None]
                 "gdn_chunk_prefill with checkpoints, of 3 or 4: call it with output_h=True"
             )
         final_state, h = result[1], result[2]
+        # None would pass for a result without one, and what ends at a page boundary be lost.
+        _require_tensor(_SCATTER, "final_state of result", final_state)
+        _require_tensor(_SCATTER, "h of result", h)
         ranks = (5,) if len(result) == 3 else (4,)
     if h.dim() not in ranks or (h.dim() == 5 and h.shape[0] != 1):
         raise ValueError(
