@@ -272,3 +272,19 @@ def test_check_option_finds_places_that_were_not_meant() -> None:
     before = args[0].clone()
     scatter(*args)
     assert args[0][2:].equal(before[2:])
+
+
+@pytest.mark.parametrize("row", [-1, R, 2**31 - 1])
+def test_check_option_finds_states_that_h_has_no_row_for(row: int) -> None:
+    """A runtime would take the place for filled."""
+    args = list(_args())
+    named = dict(zip(NAMES, args, strict=True))
+    (i, *_) = (named["track_mask"] & ~named["final_mask"]).nonzero().flatten().tolist()
+    args[3] = named["h_src"].clone()
+    args[3][i] = row
+    with torch_attn_tiers.options(check=True):
+        with pytest.raises(ValueError, match=rf"h_src is \[.*{row}.*\].* from 0 to below {R}"):
+            scatter(*args)
+        args[1] = named["dst"].clone()
+        args[1][i] = -1  # not kept: its row means nothing
+        scatter(*args)

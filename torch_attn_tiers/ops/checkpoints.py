@@ -22,7 +22,8 @@ Errors
     TierNotEligibleError, ColdCaptureError: see :mod:`torch_attn_tiers.errors`.
 
 If two sequences write one place, which state stays is undefined; ``ATTN_TIERS_CHECK=1`` makes it an
-error, and so an index past the end. The pool does not overlap h or final_state in memory.
+error, and so a place past the end of the pool and a row that h does not have. The pool does not
+overlap h or final_state in memory.
 
 Example:
     >>> import torch, torch_attn_tiers
@@ -121,12 +122,19 @@ def _check_dtypes(given: dict[str, Tensor]) -> None:
 
 
 def _check_values(decision: Decision, named: dict[str, Any]) -> None:
-    """Under the ``check`` option: raise for places that were not meant or are written twice."""
+    """Under the ``check`` option: raise for states that are lost, misplaced or written twice."""
     if is_capturing(decision.problem.device):
         return
-    wanted = named["track_mask"]
+    from_h = wanted = named["track_mask"]
     if named["final_mask"] is not None:
-        wanted = wanted | named["final_mask"]
+        from_h, wanted = from_h & ~named["final_mask"], wanted | named["final_mask"]
+    sources = named["h_src"][from_h & (named["dst"] >= 0)].tolist()
+    R = named["h"].shape[0]
+    if not all(0 <= source < R for source in sources):
+        raise ValueError(
+            f"{OP}: h_src is {sources} where a row of h is kept; it must be from 0 to below {R}, "
+            "the rows of h (is total_chunks too small?), or the state is lost"
+        )
     places = named["dst"][wanted].tolist()
     rows = named["pool"].shape[0]
     kept = [place for place in places if place >= 0]
