@@ -1,4 +1,4 @@
-"""Tokens so far apart that those of a chunk span 2^31 elements and more, in a file of holes."""
+"""Elements so far apart that offsets take more than 32 bits, in a file of holes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pathlib
 import pytest
 import torch
 
+import torch_attn_tiers  # noqa: F401  registers the operators
 from csrc_free_ops.facts import contiguous_facts, device_facts, tensor_facts
 
 pytest.importorskip("triton")
@@ -65,3 +66,27 @@ def test_offsets_have_64_bits_where_a_chunk_is_that_long() -> None:
                 *inputs, gate, gate, device_facts(torch.device("cpu")), sequences=1, scale=1.0
             )
             assert plan.scan.constants["WIDE"] is wide
+
+
+def test_indices_of_decode_further_apart_than_32_bits(tmp_path: pathlib.Path) -> None:
+    stride = 2**30  # twice it is past the integers of 32 bits
+    memory = torch.from_file(
+        str(tmp_path / "holes"), shared=True, size=2 * stride + 1, dtype=torch.int32
+    )
+    generator = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 1, 3, 1, D, generator=generator) / 4
+    v = torch.randn(1, 3, 1, D, generator=generator)
+    gates = torch.rand(1, 3, 1, generator=generator)
+    reads = torch.tensor([-1])
+    far = memory.as_strided((1, 3), (1, stride))
+    for places in ([2, 0, 3], [-1, -1, 1]):
+        far.copy_(torch.tensor([places]))
+        results = []
+        for writes in (far, far.contiguous()):
+            pool = torch.zeros(4, 1, D, D)
+            out = torch.ops.attn_tiers.gdn_decode_(
+                q, k, v, -gates, gates, pool, reads, writes, tier="triton"
+            )
+            results.append((out, pool))
+        for got, wanted in zip(*results, strict=True):
+            assert wanted.any() and torch.equal(got, wanted)

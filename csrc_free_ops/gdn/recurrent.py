@@ -192,7 +192,7 @@ def recurrent_kernel(
         write_indices += row * write_stride_b
         if not WRITE_EACH:
             target, writes = _slot(write_indices, rows)
-        s = tl.arange(0, BLOCK_S)
+        s = tl.arange(0, BLOCK_S).to(tl.int64)
         wanted = s < (SQ if WRITE_EACH else 1)
         targets = tl.load(write_indices + s * write_stride_s, mask=wanted, other=-1)
         known = ((targets >= 0) & (targets < rows)).to(tl.int32)
