@@ -36,12 +36,12 @@ from torch import Tensor
 from torch_attn_tiers.gdn import GdnPrefillCompact, GdnPrefillFla
 from torch_attn_tiers.ops.checks import (
     require_dense,
+    require_integers,
     require_same_device,
     require_shape,
     require_type,
 )
 from torch_attn_tiers.ops.gdn import C
-from torch_attn_tiers.problem import dtype_name
 
 _BUILD = "CheckpointMetadata.build"
 _SCATTER = "scatter_checkpoints_"
@@ -90,10 +90,7 @@ class CheckpointMetadata(NamedTuple):
             _require_tensor(_BUILD, name, tensor)
         require_dense(_BUILD, named, **named)
         for name, tensor in named.items():
-            require_type(
-                tensor.dtype in (torch.int32, torch.int64),
-                f"{_BUILD}: {name} is {dtype_name(tensor.dtype)}; it must be int32 or int64",
-            )
+            require_integers(_BUILD, name, tensor)
             shape = (seq_lens.shape[0],) if seq_lens.dim() else (1,)
             require_shape(_BUILD, name, tensor, shape, "[N], one for each sequence")
         require_same_device(_BUILD, **named)

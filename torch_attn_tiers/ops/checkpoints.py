@@ -54,8 +54,11 @@ from torch_attn_tiers.ops.checks import (
     layout,
     require,
     require_dense,
+    require_floats,
+    require_integers,
     require_same_device,
     require_shape,
+    require_tier,
     require_type,
     require_writable,
     shape_of,
@@ -63,11 +66,9 @@ from torch_attn_tiers.ops.checks import (
 from torch_attn_tiers.ops.registration import define, forbid_grad, mark_written
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import CheckpointProblem, dtype_name, library_versions
-from torch_attn_tiers.tier import tier_names
 
 OP = "scatter_checkpoints_"
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _REQUIRED = ("pool", "dst", "h", "h_src", "track_mask")
 _NAMES = (*_REQUIRED, "final_state", "final_mask")
 
@@ -100,25 +101,18 @@ def _check(named: dict[str, Any], tier: str | None) -> None:
         if name in given:
             require_shape(OP, name, given[name], expected, meaning)
     require_writable(OP, "pool", pool)
-    names = tier_names(OP)
-    require(
-        tier is None or tier in names,
-        f"{OP}: tier={tier!r}; it must be None or one of {', '.join(names)}",
-    )
+    require_tier(OP, OP, tier)
 
 
 def _check_dtypes(given: dict[str, Tensor]) -> None:
-    kinds = {
-        ("pool", "h", "final_state"): (_FLOATS, "float16, bfloat16 or float32"),
-        ("dst", "h_src"): ((torch.int32, torch.int64), "int32 or int64"),
-        ("track_mask", "final_mask"): ((torch.bool,), "bool"),
-    }
-    for names, (dtypes, words) in kinds.items():
-        for name in names:
-            if name in given:
-                dtype = given[name].dtype
-                text = f"{OP}: {name} is {dtype_name(dtype)}; it must be {words}"
-                require_type(dtype in dtypes, text)
+    for name, tensor in given.items():
+        if name in ("pool", "h", "final_state"):
+            require_floats(OP, name, tensor)
+        elif name in ("dst", "h_src"):
+            require_integers(OP, name, tensor)
+        else:
+            text = f"{OP}: {name} is {dtype_name(tensor.dtype)}; it must be bool"
+            require_type(tensor.dtype is torch.bool, text)
 
 
 def _check_values(decision: Decision, named: dict[str, Any]) -> None:

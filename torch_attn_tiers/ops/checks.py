@@ -8,6 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_attn_tiers.problem import dtype_name
+from torch_attn_tiers.tier import tier_names
+
+#: Dtypes of the tokens, gates and states of the gated delta net.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_NAMES = "float16, bfloat16 or float32"
+
 
 def require(condition: bool | torch.SymBool, message: str) -> None:
     """``ValueError(message)`` unless ``condition``."""
@@ -18,6 +25,27 @@ def require_type(condition: bool, message: str) -> None:
     """``TypeError(message)`` unless ``condition``."""
     if not condition:
         raise TypeError(message)
+
+
+def require_floats(op: str, name: str, tensor: Tensor) -> None:
+    """``TypeError`` unless ``tensor`` is float16, bfloat16 or float32."""
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} is {dtype_name(tensor.dtype)}; it must be {FLOAT_NAMES}")
+
+
+def require_integers(op: str, name: str, tensor: Tensor) -> None:
+    """``TypeError`` unless ``tensor`` is int32 or int64, as indices and lengths are."""
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} is {dtype_name(tensor.dtype)}; it must be int32 or int64")
+
+
+def require_tier(op: str, tiers_of: str, tier: str | None) -> None:
+    """``ValueError`` unless ``tier`` is None or the name of a tier of the operator ``tiers_of``."""
+    names = tier_names(tiers_of)
+    require(
+        tier is None or tier in names,
+        f"{op}: tier={tier!r}; it must be None or one of {', '.join(names)}",
+    )
 
 
 def require_dense(op: str, required: Iterable[str], **tensors: Tensor | None) -> None:

@@ -69,13 +69,13 @@ from torch_attn_tiers.ops.checks import (
     require_dense,
     require_same_device,
     require_scale,
+    require_tier,
     require_type,
     shape_of,
 )
 from torch_attn_tiers.ops.registration import define, forbid_grad, forbid_tangents
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import DecodeProblem, dtype_name, library_versions
-from torch_attn_tiers.tier import tier_names
 
 _TENSORS = "Tensor query, Tensor key, Tensor value, "
 _PAST = "Tensor? past_key=None, Tensor? past_value=None, "
@@ -423,11 +423,7 @@ def _check_scalars(op: str, scalars: Scalars, dtype: torch.dtype) -> None:
         f"{op}: qk_matmul_output_mode={mode}; it must be 0 (products), 1 (after softcap), "
         "2 (after the mask) or 3 (after softmax)",
     )
-    names = tier_names("decode")
-    require(
-        scalars.tier is None or scalars.tier in names,
-        f"{op}: tier={scalars.tier!r}; it must be None or one of {', '.join(names)}",
-    )
+    require_tier(op, "decode", scalars.tier)
 
 
 # ---------------------------------------------------------------------------------------------

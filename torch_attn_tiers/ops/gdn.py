@@ -65,26 +65,28 @@ from torch import Tensor
 from csrc_free_ops.facts import DeviceFacts, contiguous_facts, device_facts, tensor_facts
 from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, is_capturing, known
 from torch_attn_tiers.ops.checks import (
+    FLOAT_NAMES,
+    FLOATS,
     layout,
     require,
     require_dense,
+    require_floats,
+    require_integers,
     require_same_device,
     require_shape,
+    require_tier,
     require_type,
     shape_of,
 )
 from torch_attn_tiers.ops.registration import define, forbid_grad
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import GdnProblem, dtype_name, library_versions
-from torch_attn_tiers.tier import tier_names
 
 OP = "gdn_chunk_prefill"
 #: Tokens between two checkpoints.
 C = 64
 MAX_HEAD_SIZE = 256
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-FLOAT_NAMES = "float16, bfloat16 or float32"
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? initial_state=None, "
@@ -175,7 +177,7 @@ def check(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:
 
 def _check_dtypes(op: str, tensors: Tensors) -> None:
     dtype = tensors.q.dtype
-    require_type(dtype in FLOATS, f"{op}: q is {dtype_name(dtype)}; it must be {FLOAT_NAMES}")
+    require_floats(op, "q", tensors.q)
     for name in ("k", "v"):
         other = getattr(tensors, name).dtype
         require_type(
@@ -191,17 +193,9 @@ def _check_dtypes(op: str, tensors: Tensors) -> None:
             "of q's dtype",
         )
     if tensors.initial_state is not None:
-        other = tensors.initial_state.dtype
-        require_type(
-            other in FLOATS,
-            f"{op}: initial_state is {dtype_name(other)}; it must be {FLOAT_NAMES}",
-        )
+        require_floats(op, "initial_state", tensors.initial_state)
     if tensors.cu_seqlens is not None:
-        other = tensors.cu_seqlens.dtype
-        require_type(
-            other in (torch.int32, torch.int64),
-            f"{op}: cu_seqlens is {dtype_name(other)}; it must be int32 or int64",
-        )
+        require_integers(op, "cu_seqlens", tensors.cu_seqlens)
 
 
 def _check_shapes(
@@ -259,11 +253,7 @@ def _check_scalars(op: str, scalars: Scalars) -> None:
             h_dtype in FLOATS,
             f"{op}: h_dtype={dtype_name(h_dtype)}; it must be {FLOAT_NAMES}",
         )
-    names = tier_names(OP)
-    require(
-        scalars.tier is None or scalars.tier in names,
-        f"{op}: tier={scalars.tier!r}; it must be None or one of {', '.join(names)}",
-    )
+    require_tier(op, OP, scalars.tier)
 
 
 def _h_rows(op: str, B: int, T: int, N: int, packed: bool, total_chunks: int | None) -> int:

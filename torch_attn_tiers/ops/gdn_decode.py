@@ -70,8 +70,11 @@ from torch_attn_tiers.ops.checks import (
     layout,
     require,
     require_dense,
+    require_floats,
+    require_integers,
     require_same_device,
     require_shape,
+    require_tier,
     require_type,
     require_writable,
     shape_of,
@@ -79,7 +82,6 @@ from torch_attn_tiers.ops.checks import (
 from torch_attn_tiers.ops.registration import define, forbid_grad, mark_written
 from torch_attn_tiers.options import current
 from torch_attn_tiers.problem import GdnDecodeProblem, dtype_name, library_versions
-from torch_attn_tiers.tier import tier_names
 
 OP = "gdn_decode"
 IN_PLACE = "gdn_decode_"
@@ -87,8 +89,6 @@ RAW = "gdn_decode_.raw"
 MAX_TOKENS = 16
 MAX_HEAD_SIZE = 256
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-_FLOAT_NAMES = "float16, bfloat16 or float32"
 _SCALARS = (
     "float? scale=None, bool qk_l2norm=False, bool state_v_first=False, str? tier=None"  # keywords
 )
@@ -147,21 +147,14 @@ def _check(op: str, tensors: Tensors, scalars: Scalars) -> None:
         scale is None or -math.inf < scale < math.inf,
         f"{op}: scale={scale}; it must be finite (None is K**-0.5)",
     )
-    names = tier_names(OP)
-    require(
-        scalars.tier is None or scalars.tier in names,
-        f"{op}: tier={scalars.tier!r}; it must be None or one of {', '.join(names)}",
-    )
+    require_tier(op, OP, scalars.tier)
 
 
 def _check_dtypes(op: str, named: dict[str, Any]) -> None:
     dtype = named["q"].dtype
     for name in ("q", "state", "A_log", "dt_bias"):
         if name in named:
-            other = named[name].dtype
-            require_type(
-                other in _FLOATS, f"{op}: {name} is {dtype_name(other)}; it must be {_FLOAT_NAMES}"
-            )
+            require_floats(op, name, named[name])
     for name in ("k", "v"):
         other = named[name].dtype
         require_type(
@@ -178,11 +171,7 @@ def _check_dtypes(op: str, named: dict[str, Any]) -> None:
         )
     for name in ("read_indices", "write_indices"):
         if named[name] is not None:
-            other = named[name].dtype
-            require_type(
-                other in (torch.int32, torch.int64),
-                f"{op}: {name} is {dtype_name(other)}; it must be int32 or int64",
-            )
+            require_integers(op, name, named[name])
 
 
 def _check_shapes(op: str, named: dict[str, Any], scalars: Scalars) -> None:

@@ -34,18 +34,16 @@ from torch_attn_tiers.ops.checks import (
     layout,
     require,
     require_dense,
+    require_floats,
     require_same_device,
-    require_type,
+    require_tier,
     shape_of,
 )
 from torch_attn_tiers.ops.registration import define, forbid_grad
 from torch_attn_tiers.options import current
-from torch_attn_tiers.problem import GdnGatesProblem, dtype_name, library_versions
-from torch_attn_tiers.tier import tier_names
+from torch_attn_tiers.problem import GdnGatesProblem, library_versions
 
 OP = "gdn_gates"
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _check(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, tier: str | None) -> None:
@@ -54,10 +52,7 @@ def _check(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, tier: str | Non
     require_dense(OP, named, **named)
     require_same_device(OP, **named)
     for name, tensor in named.items():
-        require_type(
-            tensor.dtype in _FLOATS,
-            f"{OP}: {name} is {dtype_name(tensor.dtype)}; it must be float16, bfloat16 or float32",
-        )
+        require_floats(OP, name, tensor)
     require(a.dim() >= 1, f"{OP}: a has no dimension; it must be [..,Hv]")
     Hv = a.shape[-1]
     require(Hv >= 1, f"{OP}: a has {Hv} heads; it must have at least 1")
@@ -73,11 +68,7 @@ def _check(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, tier: str | Non
         require(tensor.dim() == len(expected), text)
         for size, wanted in zip(tensor.shape, expected):
             require(size == wanted, text)
-    names = tier_names(OP)
-    require(
-        tier is None or tier in names,
-        f"{OP}: tier={tier!r}; it must be None or one of {', '.join(names)}",
-    )
+    require_tier(OP, OP, tier)
 
 
 def _problem(

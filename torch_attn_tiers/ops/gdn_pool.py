@@ -50,7 +50,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from csrc_free_ops.facts import DeviceFacts, PoolIndices, tensor_facts
@@ -60,15 +59,16 @@ from torch_attn_tiers.ops.checks import (
     layout,
     require,
     require_dense,
+    require_floats,
+    require_integers,
     require_same_device,
     require_shape,
-    require_type,
     require_writable,
     shape_of,
 )
 from torch_attn_tiers.ops.registration import define, forbid_grad, mark_written
 from torch_attn_tiers.options import current
-from torch_attn_tiers.problem import GdnProblem, dtype_name
+from torch_attn_tiers.problem import GdnProblem
 
 OP = f"{gdn.OP}.pool_"
 
@@ -103,10 +103,7 @@ def _check(tensors: Tensors, scalars: gdn.Scalars) -> gdn.Sizes:
     require_same_device(OP, **tensors._asdict())
     sizes = gdn.check(OP, tensors.of_default(), scalars)
     pool = tensors.pool
-    require_type(
-        pool.dtype in gdn.FLOATS,
-        f"{OP}: pool is {dtype_name(pool.dtype)}; it must be {gdn.FLOAT_NAMES}",
-    )
+    require_floats(OP, "pool", pool)
     first = scalars.state_v_first
     axes = f"a pool [P,Hv,V,K] (state_v_first={first})" if first else "a pool [P,Hv,K,V]"
     state = (sizes.V, sizes.K) if first else (sizes.K, sizes.V)
@@ -116,10 +113,7 @@ def _check(tensors: Tensors, scalars: gdn.Scalars) -> gdn.Sizes:
     for name in _INDICES:
         indices = getattr(tensors, name)
         if indices is not None:
-            require_type(
-                indices.dtype in (torch.int32, torch.int64),
-                f"{OP}: {name} is {dtype_name(indices.dtype)}; it must be int32 or int64",
-            )
+            require_integers(OP, name, indices)
             require_shape(OP, name, indices, (sizes.N,), "[N], one for each sequence")
     for name, other in (("track_lens", "track_indices"), ("track_indices", "track_lens")):
         require(

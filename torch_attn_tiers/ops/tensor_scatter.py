@@ -59,6 +59,7 @@ from torch_attn_tiers.ops.checks import (
     layout,
     require,
     require_dense,
+    require_integers,
     require_same_device,
     require_scale,
     require_type,
@@ -113,10 +114,7 @@ def _check(
             f"{first.shape[0]}; they must agree",
         )
     if write_indices is not None:
-        require_type(
-            write_indices.dtype in (torch.int32, torch.int64),
-            f"{op}: write_indices is {dtype_name(write_indices.dtype)}; it must be int32 or int64",
-        )
+        require_integers(op, "write_indices", write_indices)
         require(
             write_indices.dim() == 1 and write_indices.shape[0] == first.shape[0],
             f"{op}: write_indices has shape {shape_of(write_indices)}; it must be "
