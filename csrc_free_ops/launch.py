@@ -254,6 +254,25 @@ class LaunchPlan:
             self.launch.compile(self.device.index)
 
 
+class LaunchesPlan:
+    """Several launches of one problem. Safe to share between threads; holds no tensor."""
+
+    def __init__(self, device: DeviceFacts, launches: Sequence[Launch]) -> None:
+        self.device = device
+        self.launches = tuple(launches)
+
+    def is_compiled(self) -> bool:
+        """Whether a run needs no compiler and no module load."""
+        if self.device.interpret:
+            return True
+        return all(launch.is_compiled(self.device.index) for launch in self.launches)
+
+    def compile(self) -> None:
+        """Compiles and loads the kernels; launches nothing. Not for use inside a capture."""
+        if not self.device.interpret:
+            compile_together(self.launches, self.device.index)
+
+
 def _scalar_type(value: int | float, specialized: bool) -> tuple[str, bool]:
     """What Triton compiles a scalar as ("constexpr": a 1), and whether it relies on 16 | value."""
     if isinstance(value, float):

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csrc_free_ops.facts import DeviceFacts, TensorFacts, contiguous_facts
-from csrc_free_ops.launch import Launch
+from csrc_free_ops.launch import Launch, LaunchesPlan
 
 C = 64  # tokens between two checkpoints
 _BT = 16  # tokens that a program packs
@@ -279,8 +279,8 @@ def plan_pack(
     return PackPlan(device, pack, finish if has_cu else None, q, v, sequences, copies)
 
 
-class PackPlan:
-    """Both launches of one problem. Safe to share between threads; holds no tensor."""
+class PackPlan(LaunchesPlan):
+    """Both launches of one problem."""
 
     def __init__(
         self,
@@ -292,8 +292,7 @@ class PackPlan:
         sequences: int,
         copies: tuple[bool, ...],
     ) -> None:
-        self.device = device
-        self.launches = [pack] if finish is None else [pack, finish]
+        super().__init__(device, [pack] if finish is None else [pack, finish])
         self._pack, self._finish = pack, finish
         #: Whether q, k and v are copied.
         self.copies = copies
@@ -301,18 +300,6 @@ class PackPlan:
         self._q_shape = (tokens, *q.shape[2:])
         self._v_shape = (tokens, *v.shape[2:])
         self._bounds_shape = (sequences + 1,)
-
-    def is_compiled(self) -> bool:
-        """Whether the launches need no compiler and no module load."""
-        if self.device.interpret:
-            return True
-        return all(launch.is_compiled(self.device.index) for launch in self.launches)
-
-    def compile(self) -> None:
-        """Compiles and loads the kernels; launches nothing. Not for use inside a capture."""
-        if not self.device.interpret:
-            for launch in self.launches:
-                launch.compile(self.device.index)
 
     def pack(
         self,

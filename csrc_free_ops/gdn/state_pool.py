@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from csrc_free_ops.facts import DeviceFacts, PoolIndices, TensorFacts
-from csrc_free_ops.launch import Launch
+from csrc_free_ops.launch import Launch, LaunchesPlan
 
 # 64 x 64 elements: whichever axis of the pool is dense, a warp moves runs of 64.
 _TILE = 64
@@ -50,15 +50,14 @@ def pool_kernel(
         tl.store(dense, state)
 
 
-class StatePoolPlan:
-    """Both copies for pools and indices of one kind. Safe to share between threads."""
+class StatePoolPlan(LaunchesPlan):
+    """Both copies for pools and indices of one kind."""
 
     def __init__(
         self, pool: TensorFacts, indices: PoolIndices, sequences: int, device: DeviceFacts
     ) -> None:
         """``pool`` is ``[P,H,X,Y]`` with any strides; X and Y are multiples of 64."""
         _, H, X, Y = pool.shape
-        self.device = device
         self._shape = (sequences, H, X, Y)
 
         def launch(dtype: torch.dtype, states: torch.dtype, write: bool) -> Launch:
@@ -78,19 +77,7 @@ class StatePoolPlan:
 
         self._read = launch(indices.read, pool.dtype, False)
         self._write = launch(indices.write, torch.float32, True)
-        self.launches = (self._read, self._write)
-
-    def is_compiled(self) -> bool:
-        """Whether the copies need no compiler and no module load."""
-        if self.device.interpret:
-            return True
-        return all(one.is_compiled(self.device.index) for one in self.launches)
-
-    def compile(self) -> None:
-        """Compiles and loads the kernels; launches nothing. Not for use inside a capture."""
-        if not self.device.interpret:
-            for one in self.launches:
-                one.compile(self.device.index)
+        super().__init__(device, (self._read, self._write))
 
     def read(self, pool: Tensor, indices: Tensor) -> Tensor:
         """The states ``[N,H,X,Y]``, dense, in the pool's dtype; zero for an index of no state."""
