@@ -609,7 +609,8 @@ def run(dtype: torch.dtype, args: argparse.Namespace) -> None:
     )
     print(f"speed      {tokens} tokens in {seconds:.2f} s: {tokens / seconds:.0f} tokens/s")
     print(f"tier       {', '.join(sorted(tiers))}")
-    print(f"check      {check(model, requests[-args.check :])}", flush=True)
+    last = requests[max(0, len(requests) - args.check) :]
+    print(f"check      {check(model, last)}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -134,15 +134,17 @@ def test_a_request_that_does_not_fit_is_refused(example: ModuleType) -> None:
         server.serve([example.Request(0, [1] * 250, budget=10)])
 
 
+@pytest.mark.parametrize("checked", [3, 0])
 def test_the_program_says_which_tier_ran_and_what_was_resumed(
-    example: ModuleType, capsys: pytest.CaptureFixture[str]
+    checked: int, example: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch._dynamo.reset()
     with torch_attn_tiers.options(force="decode:unfused"):
-        example.main("--device cpu --dtype float32 --requests 2 --backend eager".split())
+        options = f"--device cpu --dtype float32 --requests 2 --backend eager --check {checked}"
+        example.main(options.split())
     printed = capsys.readouterr().out
     assert "prompts resumed from a kept state" in printed
     assert "gdn_chunk_prefill.pool_: reference, gdn_decode_.raw: reference" in printed
-    assert "check      ok" in printed
+    assert "check      ok" in printed and f"tokens of {checked} requests" in printed
     with pytest.raises(SystemExit):
         example.main(["--capacity", "128"])

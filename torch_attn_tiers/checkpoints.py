@@ -58,9 +58,9 @@ class CheckpointMetadata(NamedTuple):
     track_ssm_h_src: Tensor
     #: int64: the same in the FLA layout, of ``h[0]``.
     track_ssm_h_src_fla: Tensor
-    #: int64: its place in the pool; -1 where none is kept.
+    #: int64: its place in the pool, of ``track_slots``; -1 where neither mask is set.
     dst: Tensor
-    #: int64: tokens of the extension after which it is the state; 0 where none is kept.
+    #: int64: tokens of the extension after which it is the state; 0 where neither mask is set.
     track_lens: Tensor
 
     @classmethod
