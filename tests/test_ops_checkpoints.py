@@ -288,3 +288,17 @@ def test_check_option_finds_states_that_h_has_no_row_for(row: int) -> None:
         args[1] = named["dst"].clone()
         args[1][i] = -1  # not kept: its row means nothing
         scatter(*args)
+
+
+@pytest.mark.parametrize("name", ["h", "final_state"])
+def test_check_option_finds_states_that_lie_in_the_pool(name: str) -> None:
+    """A copy from place to place of one pool may read what it has just written."""
+    named = dict(zip(NAMES, _args(), strict=True))
+    named["pool"] = torch.randn(P, HV, K, V)
+    count = named[name].shape[0]
+    with torch_attn_tiers.options(check=True):
+        named[name] = named["pool"][P - count :]
+        with pytest.raises(ValueError, match=f"{name} overlaps pool in memory.*: pass a copy"):
+            scatter(*named.values())
+        named[name] = named[name].clone()
+        scatter(*named.values())

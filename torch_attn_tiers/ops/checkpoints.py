@@ -21,9 +21,10 @@ Errors
     ValueError, TypeError: an argument breaks a rule above. RuntimeError: an input requires grad.
     TierNotEligibleError, ColdCaptureError: see :mod:`torch_attn_tiers.errors`.
 
-If two sequences write one place, which state stays is undefined; ``ATTN_TIERS_CHECK=1`` makes it an
-error, and so a place past the end of the pool and a row that h does not have. The pool does not
-overlap h or final_state in memory.
+If two sequences write one place, which state stays is undefined. The pool does not overlap h or
+final_state in memory: its span, from the first to the last element, is apart from theirs.
+``ATTN_TIERS_CHECK=1`` makes either an error, and so a place past the end of the pool and a row that
+h does not have.
 
 Example:
     >>> import torch, torch_attn_tiers
@@ -53,6 +54,7 @@ from torch_attn_tiers.dispatch import (
 from torch_attn_tiers.ops.checks import (
     layout,
     require,
+    require_apart,
     require_dense,
     require_floats,
     require_integers,
@@ -117,6 +119,9 @@ def _check_dtypes(given: dict[str, Tensor]) -> None:
 
 def _check_values(decision: Decision, named: dict[str, Any]) -> None:
     """Under the ``check`` option: raise for states that are lost, misplaced or written twice."""
+    for name in ("h", "final_state"):
+        if named[name] is not None:
+            require_apart(OP, "pool", named["pool"], name, named[name])
     if is_capturing(decision.problem.device):
         return
     from_h = wanted = named["track_mask"]

@@ -104,6 +104,27 @@ def require_writable(op: str, name: str, tensor: Tensor) -> None:
         )
 
 
+def require_apart(op: str, name: str, written: Tensor, read_name: str, read: Tensor) -> None:
+    """``ValueError`` if the spans of memory, from first to last element, have a byte in common.
+
+    A look at addresses: for the ``check`` option.
+    """
+    if written.numel() == 0 or read.numel() == 0:
+        return
+    (begin, end), (read_begin, read_end) = map(_span, (written, read))
+    require(
+        end <= read_begin or read_end <= begin,
+        f"{op}: {read_name} overlaps {name} in memory, and is read while that is written: pass a "
+        "copy",
+    )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    begin = tensor.data_ptr()
+    return begin, begin + elements * tensor.element_size()
+
+
 def require_scale(op: str, name: str, scale: Tensor, heads: int | torch.SymInt) -> None:
     """A TypeError or ValueError unless ``scale`` is float32 of shape ``[]`` or ``[heads]``."""
     require_type(

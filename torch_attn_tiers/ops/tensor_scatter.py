@@ -58,6 +58,7 @@ from torch_attn_tiers.errors import ColdCaptureError
 from torch_attn_tiers.ops.checks import (
     layout,
     require,
+    require_apart,
     require_dense,
     require_integers,
     require_same_device,
@@ -200,11 +201,7 @@ def _check_values(
     """Under the ``check`` option: raise for what would lose part of an update."""
     caches, updates = [pair[:2] for pair in pairs], [pair[2:] for pair in pairs]
     for (cache_name, cache), (update_name, update) in itertools.product(caches, updates):
-        require(
-            not _overlap(cache, update),
-            f"{op}: {update_name} overlaps {cache_name} in memory, and is read while that is "
-            "written: pass a copy",
-        )
+        require_apart(op, cache_name, cache, update_name, update)
     if (
         write_indices is None
         or write_mode == "circular"
@@ -221,20 +218,6 @@ def _check_values(
             f"positions in a cache of {last + length} an index must be at most {last} "
             "(a negative one skips its row)"
         )
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether the spans of memory from first to last element have a byte in common."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    (a_begin, a_end), (b_begin, b_end) = map(_span, (a, b))
-    return a_begin < b_end and b_begin < a_end
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
-    begin = tensor.data_ptr()
-    return begin, begin + elements * tensor.element_size()
 
 
 # ---------------------------------------------------------------------------------------------
