@@ -57,7 +57,7 @@ def decode_table(result: dict[str, Any]) -> str:
         for name in measured:
             cell = number(best[name]["median_us"] if name in best else None, 1)
             cells.append(f"**{cell}**" if name == row["best_peer"] else cell)
-        cells += [number(row["ratio"], 3), {True: "yes", False: "no"}.get(row["faster"], "-")]
+        cells += [number(row["ratio"], 3), _faster(row)]
         rows.append(cells)
     text = [_table(header, rows), ""]
     text.append(
@@ -65,7 +65,15 @@ def decode_table(result: dict[str, Any]) -> str:
         f" The floor is the time to copy the valid bytes at the measured"
         f" {result['copy_tb_per_s']:.2f} TB/s; below 1 µs a ratio to it says nothing."
     )
-    summary = result["summary"]
+    text += _verdict(result)
+    text.append(_provenance(result))
+    return "\n".join(text)
+
+
+def _verdict(result: dict[str, Any]) -> list[str]:
+    """Ours against the best peers over all rows, and which peers are missing from which why."""
+    text = []
+    labels, summary = result["peer_labels"], result["summary"]
     if summary["rows_with_ratio"]:
         text.append(
             f"Ours / best peer: geometric mean {summary['geometric_mean']:.3f}, worst"
@@ -75,8 +83,7 @@ def decode_table(result: dict[str, Any]) -> str:
     gaps = sorted({(name, why) for row in result["cases"] for name, why in row["gaps"].items()})
     if result["peers"] and gaps:
         text.append("Gaps: " + "; ".join(f"{labels[name]}: {why}" for name, why in gaps) + ".")
-    text.append(_provenance(result))
-    return "\n".join(text)
+    return text
 
 
 #: Tiers that run a library's kernel, and what `bench decode` calls the library by itself.
@@ -235,6 +242,45 @@ def gdn_configs_table(result: dict[str, Any]) -> str:
     )
 
 
+def gdn_decode_table(result: dict[str, Any]) -> str:
+    """`bench gdn_decode`: ours, by rows and by indices, and the best variant of each peer."""
+    labels: dict[str, str] = result["peer_labels"]
+    measured = [name for name in labels if any(name in best_sides(row) for row in result["cases"])]
+    header = ["case", "state", "floor", "ours", "copy rate", "by indices"]
+    header += [labels[name] for name in measured] + ["ours / best peer", "faster than all"]
+    rows = []
+    for row in result["cases"]:
+        best = best_sides(row)
+        by_indices = (side for name, side in _our_sides(row).items() if name.endswith(".pool"))
+        ratio = row["floor_ratio"]
+        says_nothing = floor_ratio(row) == "-"
+        cells = [
+            f"`{row['case']}`",
+            _bytes(row["state_bytes"]),
+            number(row["floor_us"], 1),
+            number(row["our_us"], 1),
+            "-" if says_nothing else f"{100 / ratio:.0f} %",
+            _side_us(next(by_indices, None)),
+        ]
+        for name in measured:
+            cell = _side_us(best.get(name))
+            if name == row["best_peer"]:
+                cell = f"**{cell}**"
+            variant = best[name]["side"].partition(":")[2] if name in best else ""
+            cells.append(f"{cell} `{variant}`" if variant else cell)
+        rows.append([*cells, number(row["ratio"], 3), _faster(row)])
+    text = [_table(header, rows), ""]
+    text.append(
+        f"Median microseconds of {result['repeats']} interleaved repeats; of each peer its fastest"
+        " variant, and the best peer is bold. The floor is the time to copy the bytes in and out at"
+        f" the measured {result['copy_tb_per_s']:.2f} TB/s, the copy rate the share of that which"
+        " ours reaches; with a floor below 1 µs it says nothing."
+    )
+    text += _verdict(result)
+    text.append(_provenance(result))
+    return "\n".join(text)
+
+
 def gdn_decode_configs_table(result: dict[str, Any]) -> str:
     """benchmarks/gdn_decode_configs.py: the default configuration and the fastest of each case."""
     times: dict[str, dict[str, float]] = {}
@@ -321,6 +367,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_float8_h200": decode_float8_table,
     "gdn_h200": gdn_table,
     "gdn_configs_h200": gdn_configs_table,
+    "gdn_decode_h200": gdn_decode_table,
     "gdn_decode_configs_h200": gdn_decode_configs_table,
     "boundary_cpu": boundary_table,
     "gpu_tests_h200": tests_table,
@@ -335,6 +382,10 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
     return "\n".join([line(header), line(["---"] * len(header)), *map(line, rows)])
+
+
+def _faster(row: dict[str, Any]) -> str:
+    return {True: "yes", False: "no"}.get(row["faster"], "-")
 
 
 def _bytes(count: int) -> str:

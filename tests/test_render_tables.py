@@ -212,6 +212,72 @@ def test_gdn_tables(tables: ModuleType) -> None:
     assert lines[3] == "| `1x8k` | `default` | 5 | 2 | - | 7 | 13 |"
 
 
+def step_result() -> dict[str, Any]:
+    """A result of `bench gdn_decode --peers`: one case in float32, one in bfloat16."""
+    ours = {"peer": None, "right": True, "tier": "triton"}
+    a, b = {"peer": "a", "right": True}, {"peer": "b", "right": True}
+    common = {"gaps": {}, "faster": True}
+    result = decode_result()
+    result["cases"] = [
+        {
+            **common, "case": "b8_float32", "state_bytes": 16777216, "floor_us": 8.0,
+            "our_us": 10.04, "floor_ratio": 1.25, "best_peer": "b", "ratio": 0.9001,
+            "sides": [
+                {**ours, "side": "ours", "median_us": 10.04},
+                {**ours, "side": "ours.pool", "median_us": 10.5},
+                {**a, "side": "a:k_first", "median_us": 12.0},
+                {**a, "side": "a:v_first", "median_us": 11.6},
+                {**b, "side": "b", "median_us": 11.0},
+                {**b, "side": "b:pool", "median_us": 3.0, "right": False},
+            ],
+        },
+        {
+            **common, "case": "b1_bfloat16", "state_bytes": 1048576, "floor_us": 0.5,
+            "our_us": 2.4, "floor_ratio": 4.8, "best_peer": "b", "ratio": 1.2, "faster": False,
+            "sides": [
+                {**ours, "side": "ours:triton", "median_us": 2.4},
+                {**ours, "side": "ours:triton.pool", "right": False, "us": []},
+                {**b, "side": "b", "median_us": 4.0},
+                {**b, "side": "b:pool", "median_us": 2.0},
+            ],
+        },
+    ]  # fmt: skip
+    result["summary"] = {
+        "rows": 2, "rows_with_ratio": 2, "geometric_mean": 1.039, "worst_ratio": 1.2,
+        "faster_rows": 1,
+    }  # fmt: skip
+    return result
+
+
+def test_gdn_decode_table(tables: ModuleType) -> None:
+    result = step_result()
+    lines = tables.gdn_decode_table(result).splitlines()
+    assert lines[0] == (
+        "| case | state | floor | ours | copy rate | by indices | Peer A | Peer B"
+        " | ours / best peer | faster than all |"
+    )
+    assert lines[2:4] == [
+        "| `b8_float32` | 17 MB | 8.0 | 10.0 | 80 % | 10.5 | 11.6 `v_first` | **11.0** | 0.900"
+        " | yes |",
+        "| `b1_bfloat16` | 1 MB | 0.5 | 2.4 | - | - | - | **2.0** `pool` | 1.200 | no |",
+    ]
+    assert "4.20 TB/s" in lines[5]
+    assert "geometric mean 1.039, worst 1.200; in 1 of 2 rows" in lines[6]
+    assert "Some GPU; torch 2.11.0; commit `0123456789ab`; 2026-01-02." in lines[-1]
+
+
+def test_gdn_decode_table_of_a_missing_peer_and_a_failure(tables: ModuleType) -> None:
+    result = step_result()
+    row = result["cases"][0]
+    row["sides"] = [{"side": "ours", "peer": None, "us": [], "right": False, "failure": "no"}]
+    row["gaps"] = {"a": "a is not installed", "b": "b is not installed"}
+    row.update(our_us=None, floor_ratio=None, best_peer=None, ratio=None, faster=None)
+    text = tables.gdn_decode_table(result)
+    assert text.splitlines()[2] == "| `b8_float32` | 17 MB | 8.0 | - | - | - | - | - | - |"
+    assert "Peer A" not in text.splitlines()[0]
+    assert "Gaps: Peer A: a is not installed; Peer B: b is not installed." in text
+
+
 def test_gdn_decode_configs_table(tables: ModuleType) -> None:
     times = [
         ("b8_bfloat16", "bv=64", [5.0, 5.2, 9.0]), ("b8_bfloat16", "default", [6.6] * 3),
