@@ -1,4 +1,4 @@
-"""Kernel 3: the states, one chunk after the other, and the outputs in the same loop.
+"""Kernel 4: the states, one chunk after the other, and the outputs in the same loop.
 
 With W and U of the prepare kernel and S the state before the chunk:
 
