@@ -142,11 +142,11 @@ def scan_kernel(
     S3 = S0
     if SPLIT:
         given = initial_state + (part * HV + v_head) * ((V + K) * K)
-        S0, S1, S2, S3 = load_state(given, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK)
+        S0, S1, S2, S3 = load_state(given, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
     elif HAS_STATE:
         S0, S1, S2, S3 = load_given_state(
             initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, s_stride_n,
-            s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL,
+            s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL, NVIDIA,
         )  # fmt: skip
     last = final_state
     kept = final_state

@@ -90,7 +90,7 @@ def segment_kernel(
         if HAS_STATE:
             S0, S1, S2, S3 = load_given_state(
                 initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, s_stride_n,
-                s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL,
+                s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL, NVIDIA,
             )  # fmt: skip
         store_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, False)
     if is_last:

@@ -21,7 +21,7 @@ def _load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr)
 @triton.jit
 def load_state(
     state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, rows, K: tl.constexpr, BK: tl.constexpr,
-    NK: tl.constexpr,
+    NK: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """The rows vd of a state of that many rows, in place of the tiles given; zero if not wanted."""
     kd = tl.arange(0, BK)
@@ -32,6 +32,12 @@ def load_state(
         S2 = _load_tile(state, vd, 2 * BK + kd, stride_v, stride_k, wanted, rows, K)
     if NK > 3:
         S3 = _load_tile(state, vd, 3 * BK + kd, stride_v, stride_k, wanted, rows, K)
+    if NVIDIA and NK > 1:
+        # All loads are under way before the first tile is waited for: its layout changes next.
+        S0 = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,r,r,r", [S0, S1, S2, S3], dtype=tl.float32, is_pure=True,
+            pack=1,
+        )  # fmt: skip
     return S0, S1, S2, S3
 
 
@@ -39,7 +45,7 @@ def load_state(
 def load_given_state(
     initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, stride_n, stride_h,
     stride_v, stride_k, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr,
-    HAS_POOL: tl.constexpr,
+    HAS_POOL: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
     """The rows vd of what sequence i begins with: its own state, or the one of the pool it names,
     zero if there is none such."""
@@ -49,7 +55,7 @@ def load_given_state(
         place = tl.load(read_indices + i).to(tl.int64)
         known = (place >= 0) & (place < places)
     given = initial_state + place * stride_n + v_head * stride_h
-    return load_state(given, S0, S1, S2, S3, vd, stride_v, stride_k, known, V, K, BK, NK)
+    return load_state(given, S0, S1, S2, S3, vd, stride_v, stride_k, known, V, K, BK, NK, NVIDIA)
 
 
 @triton.jit
