@@ -18,6 +18,9 @@ if not torch.cuda.is_available():
     # Before anything imports triton: kernels are then run by its interpreter, on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the oracles of all workers together have no more cores than one
+
 import collections
 import json
 import pathlib

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import (
     let_next_kernel_start,
+    sequence_bounds,
     tokens_of_chunk,
     wait_for_earlier_kernels,
 )
@@ -17,28 +18,55 @@ from csrc_free_ops.gdn.chunk_map import (
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences"])
+@triton.jit
+def _zero_padding(
+    out, cu_seqlens, chunk, tile, tiles, tokens, sequences, row_size, C: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sets to zero what is this program's part of the tokens behind the last sequence.
+
+    There are at least as many chunks as there are chunks of such tokens.
+    """
+    last = sequence_bounds(cu_seqlens, sequences - 1, tokens, True)[1] + chunk * C
+    begin = tl.minimum(last + C * tile // tiles, tokens) * row_size
+    end = tl.minimum(last + C * (tile + 1) // tiles, tokens) * row_size
+    n = tl.arange(0, BLOCK)
+    while begin < end:
+        zeros = tl.zeros([BLOCK], out.dtype.element_ty)
+        tl.store(out + begin + n, zeros, mask=n < end - begin)
+        begin += BLOCK
+
+
+@triton.jit(do_not_specialize=["heads", "row_size", "tokens", "sequences"])
 def decays_kernel(
     g, beta, cu_seqlens, chunk_starts,
     gates,  # out, float32 [chunks, HV, 2, C]: the sum of the gates after a token; beta
     rests,  # out, float32 [chunks, HV, C]: what rounding those sums left, with EXACT
     vectors,  # out, float32 [chunks, HV, 3, C]: see the prepare kernel; it writes the third
+    out,  # dtype of v [B, tokens, HV, V]: tokens of no sequence are set to zero
+    heads,  # HV
+    row_size,  # HV V
     tokens, sequences,
     g_stride_b, g_stride_t, g_stride_h, beta_stride_b, beta_stride_t, beta_stride_h,
-    HV: tl.constexpr, BH: tl.constexpr, C: tl.constexpr, HAS_CU: tl.constexpr,
+    BH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, HAS_CU: tl.constexpr,
     EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
     let_next_kernel_start(PDL)
-    TILES: tl.constexpr = (HV + BH - 1) // BH
-    chunk = tl.program_id(0).to(tl.int64) // TILES
+    tiles = tl.cdiv(heads, BH)
+    tile = tl.program_id(0) % tiles
+    chunk = tl.program_id(0).to(tl.int64) // tiles
+    if HAS_CU:
+        _zero_padding(
+            out, cu_seqlens, chunk, tile, tiles, tokens, sequences, row_size, C, BLOCK
+        )  # fmt: skip
     row, first, end = tokens_of_chunk(chunk, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU)
     count = tl.minimum(end - first, C)
     if count <= 0:
         return
     t = tl.arange(0, C).to(tl.int64)[:, None]
-    h = tl.program_id(0) % TILES * BH + tl.arange(0, BH).to(tl.int64)[None, :]
-    is_head = h < HV
+    h = tile * BH + tl.arange(0, BH).to(tl.int64)[None, :]
+    is_head = h < heads
     inside = (t < count) & is_head
     g += row * g_stride_b + first * g_stride_t
     beta += row * beta_stride_b + first * beta_stride_t
@@ -50,12 +78,12 @@ def decays_kernel(
     upto = tl.cumsum(gate, 0)
     after = tl.sum(gate, 0)[None, :] - upto
     rounded = after.to(tl.float32)
-    at = (chunk * HV + h) * C + t
-    head_at = (chunk * HV + h) * (2 * C) + t
+    at = (chunk * heads + h) * C + t
+    head_at = (chunk * heads + h) * (2 * C) + t
     tl.store(gates + head_at, rounded, mask=is_head)
     tl.store(gates + head_at + C, strength, mask=is_head)
     if EXACT:
         tl.store(rests + at, (after - rounded.to(tl.float64)).to(tl.float32), mask=is_head)
-    head_at = (chunk * HV + h) * (3 * C) + t
+    head_at = (chunk * heads + h) * (3 * C) + t
     tl.store(vectors + head_at, tl.exp2(upto.to(tl.float32)), mask=is_head)
     tl.store(vectors + head_at + C, tl.exp2(rounded) * strength, mask=is_head)

@@ -25,6 +25,7 @@ _SEGMENT_MAP_BLOCK = 128  # sequences, or segments, of the segment map at a time
 _LEAST_SEGMENT = 16  # chunks, below which starting a segment takes longer than going through it
 _CHAIN_BV = 16  # columns of S of a program of the chain
 _DECAYS_BH = 32  # value heads of a program of the decays kernel
+_ZERO_BLOCK = 2048  # elements of padding that it sets to zero at a time
 _INDICES = ("read_indices", "write_indices", "track_lens", "track_indices")
 _H_LAYOUTS = {None: 0, "fla": 1, "compact": 2}
 
@@ -268,7 +269,7 @@ def plan_gdn(
     starts, h_starts = (torch.int32, True), (torch.int64, True)
     pair = (torch.float32, True)
     shared = dict(C=C, HAS_CU=has_cu, PDL=device.has_pdl)
-    tiles = dict(K=K, V=V, GROUP=Hv // Hq, L2NORM=qk_l2norm, PRECISION=precision, WIDE=wide)
+    tiles = dict(K=K, L2NORM=qk_l2norm, PRECISION=precision, WIDE=wide)
     strides = {**_strides("q", q), **_strides("k", k)}
     parts = chunks * Hv // config.heads
     chunk_map = Launch(
@@ -285,12 +286,13 @@ def plan_gdn(
         grid=chunks * -(-Hv // decays_bh),
         pointers=dict(
             g=(g.dtype, g.aligned), beta=(beta.dtype, beta.aligned), cu_seqlens=cu,
-            chunk_starts=starts, gates=pair, rests=pair, vectors=pair,
+            chunk_starts=starts, gates=pair, rests=pair, vectors=pair, out=dtype,
         ),
         scalars=dict(
-            tokens=T, sequences=sequences, **_strides("g", g), **_strides("beta", beta)
+            heads=Hv, row_size=Hv * V, tokens=T, sequences=sequences, **_strides("g", g),
+            **_strides("beta", beta),
         ),
-        constants=dict(**shared, HV=Hv, BH=decays_bh, EXACT=exact),
+        constants=dict(**shared, BH=decays_bh, BLOCK=_ZERO_BLOCK, EXACT=exact),
         options=_options(device, 4),
     )  # fmt: skip
     prepare = Launch(
@@ -298,15 +300,15 @@ def plan_gdn(
         grid=parts,
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), cu_seqlens=cu, chunk_starts=starts,
-            gates=pair, rests=pair, weights=dtype, vectors=pair, keys=dtype, out=dtype,
+            gates=pair, rests=pair, weights=dtype, vectors=pair, keys=dtype,
         ),
         scalars=dict(
-            tokens=T, sequences=sequences, scale=float(scale), **strides,
+            parts=Hv // config.heads, group_parts=Hv // Hq // config.heads, tokens=T,
+            sequences=sequences, scale=float(scale), **strides,
         ),
         constants=dict(
-            **shared, **tiles, HQ=Hq, HEADS=config.heads, BK=config.prepare_bk,
-            NK=-(-K // config.prepare_bk), BLOCK_V=_pow2(V),
-            SOLVE_PRECISION=solve_precision, EXACT=exact,
+            **shared, **tiles, HEADS=config.heads, BK=config.prepare_bk,
+            NK=-(-K // config.prepare_bk), SOLVE_PRECISION=solve_precision, EXACT=exact,
         ),
         options=_options(device, config.prepare_warps, 1, config.prepare_registers),
     )  # fmt: skip
@@ -317,7 +319,7 @@ def plan_gdn(
     states = dict(zip(("s_stride_n", "s_stride_h", "s_stride_v", "s_stride_k"), s_strides))
     places = 0 if state is None else state.shape[0]
     in_registers = dict(
-        **tiles, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
+        **tiles, V=V, GROUP=Hv // Hq, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
         HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype),
         BY_PRODUCT=bool(config.v_ahead) and not exact, NVIDIA=device.is_nvidia,
     )  # fmt: skip
@@ -581,9 +583,9 @@ class GdnPlan:
         if self.decays is not None:
             gates = out.new_empty(self.gates, dtype=torch.float32)
             rests = out.new_empty(self.rests, dtype=torch.float32)
-            calls.append((self.decays, (g, beta, cu, starts, gates, rests, vectors)))
+            calls.append((self.decays, (g, beta, cu, starts, gates, rests, vectors, out)))
         if self.prepare is not None:
-            made = (weights, vectors, keys, out)
+            made = (weights, vectors, keys)
             calls.append((self.prepare, (q, k, cu, starts, gates, rests, *made)))
         state = vectors if initial_state is None else initial_state
         final = vectors if final_state is None else final_state

@@ -22,7 +22,6 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.gdn.chunk_map import (
-    sequence_bounds,
     tokens_of_chunk,
     wait_for_earlier_kernels,
 )
@@ -227,28 +226,6 @@ def _products(
 
 
 @triton.jit
-def _zero_padding(
-    out, first, tokens, h, HEADS: tl.constexpr, HV: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Sets C tokens of a head from the first one on to zero, as far as there are tokens."""
-    ROWS: tl.constexpr = 16
-    vd = tl.arange(0, BLOCK_V)
-    for n in range(0, C, ROWS):
-        token = first + n + tl.arange(0, ROWS)
-        is_padding = (token < tokens)[:, None] & (vd < V)[None, :]
-        for j in range(HEADS):
-            out_at = out + (token[:, None] * HV + h + j) * V + vd[None, :]
-            tl.store(out_at, tl.zeros([ROWS, BLOCK_V], out.dtype.element_ty), mask=is_padding)
-
-
-@triton.jit
-def _last_token(cu_seqlens, tokens, sequences):
-    """One past the last token of the last sequence."""
-    return sequence_bounds(cu_seqlens, sequences - 1, tokens, True)[1]
-
-
-@triton.jit
 def _pairs(n: tl.constexpr):
     """0 to n - 1, joined from the even and the odd numbers.
 
@@ -259,29 +236,26 @@ def _pairs(n: tl.constexpr):
     return tl.reshape(tl.join(even, even + 1), [n])
 
 
-@triton.jit(do_not_specialize=["tokens", "sequences"])
+@triton.jit(do_not_specialize=["parts", "group_parts", "tokens", "sequences"])
 def prepare_kernel(
     q, k, cu_seqlens, chunk_starts,
     gates, rests,  # see the decays kernel
     weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
     vectors,  # float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; out: factor of Q S
     keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
-    out,  # tokens of no sequence are set to zero
+    parts,  # programs of a chunk: HV / HEADS
+    group_parts,  # those of a head of q: HV / HQ / HEADS
     tokens, sequences, scale,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
-    HQ: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr, BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
-    PARTS: tl.constexpr = HQ * GROUP // HEADS
-    HV: tl.constexpr = HQ * GROUP
-    chunk = tl.program_id(0).to(tl.int64) // PARTS
-    first_head = tl.program_id(0) % PARTS * HEADS
+    chunk = tl.program_id(0).to(tl.int64) // parts
+    part = tl.program_id(0) % parts
+    head = (part // group_parts).to(tl.int64)
     row, first, end = tokens_of_chunk(chunk, cu_seqlens, chunk_starts, tokens, sequences, C, HAS_CU)
-    head = (first_head // GROUP).to(tl.int64)
     r = tl.arange(0, C)
     count = tl.minimum(end - first, C).to(tl.int32)
     token_ok = r < count
@@ -291,11 +265,6 @@ def prepare_kernel(
     d = tl.arange(0, BK)
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
-    if HAS_CU:
-        # There are at least as many programs as chunks of tokens behind the last sequence.
-        padding = _last_token(cu_seqlens, tokens, sequences) + chunk * C
-        if padding < tokens:
-            _zero_padding(out, padding, tokens, first_head, HEADS, HV, V, C, BLOCK_V)
     if count <= 0:
         return
     k_factor = tl.zeros([C], tl.float32)
@@ -305,8 +274,8 @@ def prepare_kernel(
         # q is not rounded here, as in the scan; k is, for W and the scan have to agree in it.
         of_query *= _norm_factor(q, q_tile, r, token_ok, q_stride_t, q_stride_d, K, BK, NK, WIDE)
         k_tile = _normalise(k_tile, k_factor)
-        if first_head % GROUP == 0:
-            keys_at = keys + (chunk * HQ + head) * (C * K)
+        if part % group_parts == 0:
+            keys_at = keys + (chunk * (parts // group_parts) + head) * (C * K)
             _store_keys(keys_at, k_tile, r, d, K, BK)
             for n in tl.static_range(1, NK):
                 more = n * BK + d
@@ -321,7 +290,7 @@ def prepare_kernel(
     )  # fmt: skip
     column = _pairs(C)
     for j in range(HEADS):
-        h = chunk * HV + first_head + j
+        h = (chunk * parts + part) * HEADS + j
         after_at = gates + h * (2 * C)
         after_t = tl.load(after_at + r)[:, None]
         after = tl.load(after_at + r)[None, :]
