@@ -231,6 +231,38 @@ def test_segments_of_bounds_that_break_the_rules_lie_within_the_scratch(bounds: 
                 assert 0 <= first_chunk <= first_chunk + count <= chunks
 
 
+@pytest.mark.parametrize(
+    ("changes", "has_order"),
+    [
+        ({}, False),
+        ({"N": 8}, True),
+        ({"N": 4096}, True),
+        ({"N": 4097}, False),
+        ({"N": 8, "cu_seqlens_dtype": None}, False),
+        ({"N": 2, "Hq": 1, "Hv": 1}, False),
+    ],
+    ids=str,
+)
+def test_sequences_are_put_in_order_where_programs_take_turns(
+    changes: dict[str, Any], has_order: bool
+) -> None:
+    made = plan(**{"T": 8192, "Hq": 16, "Hv": 32, **changes})
+    assert made.scan.constants["HAS_ORDER"] is has_order
+    assert made.chunk_map is None or made.chunk_map.grid[0] == (1 + made.sequences) ** has_order
+
+
+def test_longer_sequences_come_first() -> None:
+    lengths = [3, 0, 700, 64, 700, 0]
+    launch = plan(sum(lengths), len(lengths), Hq=16, Hv=32).chunk_map
+    assert launch is not None
+    cu = torch.tensor([sum(lengths[:i]) for i in range(len(lengths) + 1)], dtype=torch.int32)
+    order, starts = torch.full((6,), -1, dtype=torch.int32), torch.zeros(7, dtype=torch.int32)
+    constants = {**launch.constants, "BLOCK": 4, "PDL": False}
+    chunk_map_kernel[launch.grid](cu, order, starts, starts, **launch.scalars, **constants)
+    assert order.tolist() == [2, 4, 3, 0, 1, 5]
+    assert starts.tolist() == [0, 1, 1, 12, 13, 24, 24]
+
+
 def test_chunk_starts_of_bounds_that_break_the_rules_do_not_wrap_around() -> None:
     T, N = 2**30, 1000  # each second sequence has all tokens
     made = plan(T, N, cu_seqlens_dtype=torch.int64)
@@ -239,7 +271,9 @@ def test_chunk_starts_of_bounds_that_break_the_rules_do_not_wrap_around() -> Non
     cu = torch.tensor([0, T] * (N // 2) + [0])
     starts = torch.full((N + 1,), -1, dtype=torch.int32)
     constants = {**launch.constants, "BLOCK": 16, "PDL": False}
-    chunk_map_kernel[launch.grid](cu, starts, starts, **launch.scalars, **constants)
+    order = torch.full((N,), -1, dtype=torch.int32)
+    chunk_map_kernel[launch.grid](cu, order, starts, starts, **launch.scalars, **constants)
+    assert order.tolist() == [*range(0, N, 2), *range(1, N, 2)]
     assert starts[:3].tolist() == [0, T // C, T // C] and starts[-1] == 2**31 - 1
     assert (starts.diff() >= 0).all()
 

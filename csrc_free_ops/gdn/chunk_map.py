@@ -1,7 +1,9 @@
 """Kernel 1: where the chunks of each sequence begin, worked out on the device.
 
 One program, N numbers: the host never learns the lengths, so that a captured graph stays right when
-they change. Where sequences are split, a second kernel says which chunks are whose segments.
+they change. N more programs put the sequences in order, the longest first, where the scan has more
+programs than run at once: a long one that starts last keeps all others waiting. Where sequences are
+split, a second kernel says which chunks are whose segments.
 """
 
 import triton
@@ -79,9 +81,25 @@ def _saturated(n):
     return tl.minimum(n, 2**31 - 1).to(tl.int32)
 
 
+@triton.jit
+def _place_in_order(cu_seqlens, order, i, tokens, sequences, BLOCK: tl.constexpr):
+    """Writes sequence i behind all that are longer, and those as long in front of it."""
+    first, end = sequence_bounds(cu_seqlens, i, tokens, True)
+    length = end - first
+    place = tl.zeros((), tl.int32)
+    for at in range(0, sequences, BLOCK):
+        others = at + tl.arange(0, BLOCK)
+        inside = others < sequences
+        first, end = sequence_bounds(cu_seqlens, others, tokens, inside)
+        is_ahead = (end - first > length) | ((end - first == length) & (others < i))
+        place += tl.sum((is_ahead & inside).to(tl.int32), 0)
+    tl.store(order + place, i)
+
+
 @triton.jit(do_not_specialize=["tokens", "sequences"])
 def chunk_map_kernel(
     cu_seqlens,
+    order,  # out, int32 [sequences]: the sequences, the longest first
     chunk_starts,  # out, int32 [sequences + 1]: chunks before each sequence
     h_cu_starts,  # out, int64 [sequences + 1]: complete chunks before each sequence
     tokens,
@@ -90,10 +108,16 @@ def chunk_map_kernel(
     BLOCK: tl.constexpr,
     HAS_CU: tl.constexpr,
     HAS_H_STARTS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,  # then there is a program more for each sequence
     PDL: tl.constexpr,
 ):
     wait_for_earlier_kernels(PDL)
     let_next_kernel_start(PDL)
+    if HAS_ORDER:
+        i = tl.program_id(0) - 1
+        if i >= 0:
+            _place_in_order(cu_seqlens, order, i, tokens, sequences, BLOCK)
+            return
     chunks = tl.zeros((), tl.int64)
     complete = tl.zeros((), tl.int64)
     for at in range(0, sequences, BLOCK):

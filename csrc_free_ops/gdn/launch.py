@@ -21,6 +21,7 @@ from csrc_free_ops.sizes import next_power_of_2
 
 C = 64  # tokens of a chunk
 _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
+_MOST_IN_ORDER = 4096  # sequences that are put in order: each is compared with all
 _SEGMENT_MAP_BLOCK = 128  # sequences, or segments, of the segment map at a time
 _LEAST_SEGMENT = 16  # chunks, below which starting a segment takes longer than going through it
 _CHAIN_BV = 16  # columns of S of a program of the chain
@@ -252,6 +253,9 @@ def plan_gdn(
     if L:  # a sequence is a segment even if it is empty; one alone may have all tokens
         segments += (1 if has_cu else B) * (max(0, T - 1) // (C * L))
     is_split = segments > sequences
+    # Which program is whose changes no bit either.
+    fits_at_once = segments * Hv * v_tiles <= device.multiprocessors
+    has_order = has_cu and 1 < sequences <= _MOST_IN_ORDER and not (is_split or fits_at_once)
     exact = q.dtype is torch.float32
     tensor_cores = device.is_nvidia
     precision = "tf32x3" if exact and tensor_cores else "ieee"
@@ -274,10 +278,12 @@ def plan_gdn(
     parts = chunks * Hv // config.heads
     chunk_map = Launch(
         chunk_map_kernel,
-        grid=1,
-        pointers=dict(cu_seqlens=cu, chunk_starts=starts, h_cu_starts=h_starts),
+        grid=1 + sequences if has_order else 1,
+        pointers=dict(cu_seqlens=cu, order=starts, chunk_starts=starts, h_cu_starts=h_starts),
         scalars=dict(tokens=T, sequences=sequences),
-        constants=dict(**shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact"),
+        constants=dict(
+            **shared, BLOCK=_MAP_BLOCK, HAS_H_STARTS=h_layout == "compact", HAS_ORDER=has_order
+        ),
         options=_options(device, 4),
     )
     decays_bh = min(next_power_of_2(Hv), _DECAYS_BH)
@@ -328,7 +334,8 @@ def plan_gdn(
         grid=segments * Hv * v_tiles,
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), v=(v.dtype, v.aligned),
-            initial_state=pair if is_split else given, cu_seqlens=cu, chunk_starts=starts,
+            initial_state=pair if is_split else given, cu_seqlens=cu, order=starts,
+            chunk_starts=starts,
             weights=dtype, vectors=pair, keys=dtype, out=dtype,
             final_state=pair if pool is None else given,
             h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
@@ -343,7 +350,7 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            PREFETCH_V=device.is_nvidia and not config.v_ahead,
+            PREFETCH_V=device.is_nvidia and not config.v_ahead, HAS_ORDER=has_order,
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip
@@ -572,6 +579,7 @@ class GdnPlan:
         # Scratch of the stream's allocator: another stream or graph has other scratch. An argument
         # that a kernel does not use is stood in for by one that it has.
         starts = out.new_empty(self.sequences + 1, dtype=torch.int32)
+        order = out.new_empty(self.sequences, dtype=torch.int32)
         weights = out.new_empty(self.weights)
         vectors = out.new_empty(self.vectors, dtype=torch.float32)
         keys = out.new_empty(self.keys)
@@ -579,7 +587,7 @@ class GdnPlan:
         h_starts = starts if h_cu_starts is None else h_cu_starts
         calls: list[tuple[Launch, tuple[Tensor, ...]]] = []
         if self.chunk_map is not None:
-            calls.append((self.chunk_map, (cu, starts, h_starts)))
+            calls.append((self.chunk_map, (cu, order, starts, h_starts)))
         if self.decays is not None:
             gates = out.new_empty(self.gates, dtype=torch.float32)
             rests = out.new_empty(self.rests, dtype=torch.float32)
@@ -599,7 +607,7 @@ class GdnPlan:
             calls.append((self.split.make, (*made_from, maps, places[0])))
             calls.append((self.split.chain, (segment_map, maps)))
             state, starts = maps, segment_map
-        read = (q, k, v, state, cu, starts, weights, vectors, keys)
+        read = (q, k, v, state, cu, order, starts, weights, vectors, keys)
         calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls
 

@@ -56,7 +56,7 @@ def _read_tile(
 def scan_kernel(
     q, k, v,
     initial_state,  # with SPLIT the maps of segments.py
-    cu_seqlens,
+    cu_seqlens, order,
     chunk_starts,  # with SPLIT the segment map
     weights, vectors, keys,
     out,  # dtype of v [B, tokens, HV, V]
@@ -73,7 +73,7 @@ def scan_kernel(
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
-    SPLIT: tl.constexpr,
+    HAS_ORDER: tl.constexpr, SPLIT: tl.constexpr,
     BY_PRODUCT: tl.constexpr, PREFETCH_V: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
@@ -95,6 +95,8 @@ def scan_kernel(
         k_stride_t += tl.zeros((), tl.int64)
         v_stride_t += tl.zeros((), tl.int64)
     i = part
+    if HAS_ORDER:
+        i = tl.load(order + part).to(tl.int64)
     is_last = True
     if SPLIT:
         i, before, first_chunk, count, is_last = segment_at(chunk_starts, part)
