@@ -90,8 +90,9 @@ def _place_in_order(cu_seqlens, order, i, tokens, sequences, BLOCK: tl.constexpr
     for at in range(0, sequences, BLOCK):
         others = at + tl.arange(0, BLOCK)
         inside = others < sequences
-        first, end = sequence_bounds(cu_seqlens, others, tokens, inside)
-        is_ahead = (end - first > length) | ((end - first == length) & (others < i))
+        firsts, ends = sequence_bounds(cu_seqlens, others, tokens, inside)
+        lengths = ends - firsts
+        is_ahead = (lengths > length) | ((lengths == length) & (others < i))
         place += tl.sum((is_ahead & inside).to(tl.int32), 0)
     tl.store(order + place, i)
 
@@ -114,9 +115,8 @@ def chunk_map_kernel(
     wait_for_earlier_kernels(PDL)
     let_next_kernel_start(PDL)
     if HAS_ORDER:
-        i = tl.program_id(0) - 1
-        if i >= 0:
-            _place_in_order(cu_seqlens, order, i, tokens, sequences, BLOCK)
+        if tl.program_id(0) > 0:
+            _place_in_order(cu_seqlens, order, tl.program_id(0) - 1, tokens, sequences, BLOCK)
             return
     chunks = tl.zeros((), tl.int64)
     complete = tl.zeros((), tl.int64)

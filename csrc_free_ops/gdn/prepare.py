@@ -73,9 +73,8 @@ def _double_16(X, XT, below, PRECISION: tl.constexpr):
 
     ``below`` are the blocks of A below those on the diagonal.
     """
-    second = tl.arange(0, 2)[None, :, None, None]
-    firsts = tl.sum(tl.where(second == 0, tl.reshape(XT, [2, 2, 16, 16]), 0.0), 1)
-    firsts = tl.broadcast_to(firsts[:, None, :, :], [2, 2, 16, 16])
+    firsts, _ = tl.split(tl.permute(tl.reshape(XT, [2, 2, 16, 16]), [0, 2, 3, 1]))
+    firsts = tl.permute(tl.join(firsts, firsts), [0, 3, 1, 2])
     right = _product_16(tl.reshape(firsts, [4, 16, 16]), below, PRECISION)
     corner = tl.reshape(_product_16(X, right, PRECISION), [64, 16])
     X = tl.reshape(X, [64, 16])
