@@ -191,7 +191,8 @@ def scan_kernel(
             later = tl.minimum(2 * C + r, length - 1 - m * C).to(tl.int64)
             prefetch_lines(v + later * v_stride_t + vd_first * v_stride_d)
         values = load_values(v, vd, r, token_ok, v_stride_d, v_stride_t, V, BV, WIDE)
-        values = as_accumulator(values, r, BY_PRODUCT)
+        if not BY_PRODUCT:
+            values = as_accumulator(values, r, False)
 
         KS = tl.zeros([BV, C], tl.float32)
         QS = tl.zeros([BV, C], tl.float32)
@@ -218,6 +219,8 @@ def scan_kernel(
                 k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
 
+        if BY_PRODUCT:  # late: as an accumulator it takes registers
+            values = as_accumulator(values, r, True)
         exact = values - since_start[None, :] * KS
         exact = loaded_ahead(exact, own, of_query, of_chunk, NVIDIA)
         R = exact.to(W.dtype)
