@@ -159,6 +159,90 @@ def test_launch_goes_past_the_wrapper(
     assert native == wrapped and not compiled.by_triton
 
 
+class Unfit(Wrapper):
+    """Launchers that no call of the native function by itself stands for."""
+
+    def __init__(self, launch: Any, way: str) -> None:
+        super().__init__(launch, as_tuple=False)
+        self.way = way
+        if way == "no size":  # as Triton's launcher for AMD
+            del self.global_scratch_size
+        if way == "size unknown":
+            self.profile_scratch_size = None  # type: ignore[assignment]
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *args: Any) -> None:
+        middle, arguments = args[:4], list(args[4:])
+        if self.way == "looks at arguments":
+            arguments = [int(argument) for argument in arguments]
+        if self.way == "adds behind":
+            arguments.append(0)
+        if self.way == "stream in a structure":
+            stream = (stream,)  # type: ignore[assignment]
+        if self.way != "does not launch":
+            self.launch(x, y, z, stream, function, *middle, *arguments)
+        if self.way == "twice":
+            self.launch(x, y, z, stream, function, *middle, *arguments)
+
+
+UNFIT = [
+    "no size", "size unknown", "looks at arguments", "adds behind", "stream in a structure",
+    "does not launch", "twice",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", UNFIT)
+def test_launchers_of_another_kind_are_called_as_they_are(
+    way: str, streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module.types, "BuiltinFunctionType", types.FunctionType)
+    native: list[tuple[Any, ...]] = []
+    expected: list[tuple[Any, ...]] = []
+    compiled = Compiled()
+    compiled.run = Unfit(lambda *args: native.append(args), way)  # type: ignore
+    launch = launch_module._launcher(compiled, (7, 1, 1), (128,))
+    assert not native  # finding out launches nothing
+    Unfit(lambda *args: expected.append(args), way)(
+        7, 1, 1, 103, compiled.function, compiled.packed_metadata, None, None, None, 16, 32, 128
+    )
+    calls: list[tuple[Any, ...]] = []
+    wrapper_call = Unfit.__call__
+    monkeypatch.setattr(
+        Unfit, "__call__", lambda self, *args: (calls.append(args), wrapper_call(self, *args))
+    )
+    launch(3, [16, 32])
+    assert len(calls) == 1 and native == expected
+
+
+def test_a_launcher_around_the_native_function_is_called_as_it_is() -> None:
+    """One that makes tensor descriptors is a Python function, and is not left out."""
+    wrapper = Wrapper(lambda *args: None, True)
+    call = launch_module._Call(wrapper, (7, 1, 1), (5, (), None, None, None), True)
+    assert launch_module._without_wrapper(call, ()) is None
+
+
+def test_launches_go_past_the_launcher_of_this_triton() -> None:
+    """If this fails launches are right but slower: Triton's launcher has changed."""
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    wrapper = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
+    sizes = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
+    aligns = dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
+    facts = dict(num_ctas=1, launch_cooperative_grid=False, launch_pdl=True)
+    layout = dict(arg_annotations=[None], kernel_signature=b"signature")
+    # Of a native function, never called; the launcher makes a copy with another one.
+    wrapper.__dict__.update(sizes, **aligns, **facts, **layout, launch=print)
+    middle = (5, (4, 1, 0), None, None, None)
+    call = launch_module._without_wrapper(
+        launch_module._Call(wrapper, (7, 1, 1), middle, True), (128, 0.5, None)
+    )
+    assert call is not None and call.run is print and wrapper.launch is print
+    wanted: list[tuple[Any, ...]] = []
+    wrapper.launch = lambda *args: wanted.append(args)
+    wrapper(7, 1, 1, 103, *middle, 16, 128, 0.5, None)
+    arguments = (16, 128, 0.5, None)
+    given = (*call.head, 103, *call.middle, *(arguments if call.spread else (arguments,)))
+    assert [given] == wanted
+
+
 @pytest.mark.parametrize("sizes", [{"global_scratch_size": 64}, {"profile_scratch_size": 64}])
 def test_launches_with_memory_of_their_own_keep_the_wrapper(
     sizes: dict[str, int], streams: None, monkeypatch: pytest.MonkeyPatch
@@ -170,11 +254,19 @@ def test_launches_with_memory_of_their_own_keep_the_wrapper(
     assert launch_module._without_wrapper(call, ()) is None and not seen
 
 
+@pytest.mark.parametrize("past", [False, True])
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_see_launches(name: str, streams: None) -> None:
-    """A profiler may hang them in and out at any time."""
+def test_hooks_see_launches(
+    name: str, past: bool, streams: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profiler may hang them in and out at any time, also of launches past the wrapper."""
     compiled = Compiled()
+    if past:
+        monkeypatch.setattr(launch_module.types, "BuiltinFunctionType", types.FunctionType)
+        compiled.run = Wrapper(lambda *args: compiled.runs.append(args), True)  # type: ignore
     launch = launch_module._launcher(compiled, (7, 1, 1), (128,))
+    if past:
+        monkeypatch.setattr(Wrapper, "__call__", None)
     launch(3, [16])
     chain, hook = getattr(triton.knobs.runtime, name), lambda metadata: None
     chain.add(hook)
