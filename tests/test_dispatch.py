@@ -844,6 +844,22 @@ def test_entry_points_are_loaded_once_and_a_broken_one_is_skipped(
         handles[0].remove()
 
 
+def test_forcing_the_tier_of_a_broken_entry_point_says_where_to_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = [_Point("decode.broken", ImportError("no such module"))]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(tier_module, "_entry_point_names", None)
+    monkeypatch.setattr(tier_module, "_entry_points_loaded", False)
+    query = torch.randn(1, 2, 1, 4)
+    wanted = "broken: its entry point has registered no tier .* the log"
+    with (
+        torch_attn_tiers.options(force="decode:broken"),
+        pytest.raises(TierNotEligibleError, match=wanted),
+    ):
+        torch.ops.attn_tiers.decode(query, query, query)
+
+
 def test_another_thread_waits_until_all_entry_points_are_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -540,6 +540,11 @@ def _not_eligible_message(problem: Problem, verdicts: dict[Tier, tuple[str, ...]
         ]
         shown = {tier: verdicts[tier] for tier in verdicts if tier.name == problem.requested}
     lines += [f"  {tier.name}: {reason}" for tier, reasons in shown.items() for reason in reasons]
+    if not shown:  # the name is an entry point's
+        lines.append(
+            f"  {problem.requested}: its entry point has registered no tier of that name; if it is "
+            "broken, the log of torch_attn_tiers says how"
+        )
     others = [tier.name for tier, reasons in verdicts.items() if not reasons]
     if others:
         leave = "Leave tier= out"
