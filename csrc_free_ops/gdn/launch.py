@@ -16,7 +16,7 @@ from csrc_free_ops.gdn.decays import decays_kernel
 from csrc_free_ops.gdn.prepare import prepare_kernel
 from csrc_free_ops.gdn.scan import scan_kernel
 from csrc_free_ops.gdn.segments import chain_kernel, segment_kernel
-from csrc_free_ops.launch import Launch, compile_together
+from csrc_free_ops.launch import Launch, LaunchesPlan
 from csrc_free_ops.sizes import next_power_of_2
 
 C = 64  # tokens of a chunk
@@ -380,6 +380,7 @@ def plan_gdn(
         vectors=(chunks, Hv, 3, C),
         gates=(chunks, Hv, 2, C),
         rests=(chunks, Hv, C) if exact else (0,),
+        order=(sequences,) if has_order else (0,),
         keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
     )
 
@@ -451,15 +452,16 @@ def _plan_split(
     return Split(segment_map, make, chain, segments, (segments, Hv, V + K, K))
 
 
-class GdnPlan:
+class GdnPlan(LaunchesPlan):
     """The launches of one problem. Safe to share between threads; holds no tensor.
 
     Args:
         device: what it runs on.
         chunk_map, decays, prepare, split, scan: its launches, None where there is nothing to do.
         sequences: how many there are.
-        weights, vectors, keys: the shapes of scratch, see the prepare kernel.
+        weights, vectors, keys: the shapes of scratch, see the prepare kernel; (0,) where none is.
         gates, rests: likewise, see the decays kernel.
+        order: likewise, see the chunk map.
     """
 
     def __init__(
@@ -477,8 +479,10 @@ class GdnPlan:
         keys: tuple[int, ...],
         gates: tuple[int, ...],
         rests: tuple[int, ...],
+        order: tuple[int, ...],
     ) -> None:
-        self.device = device
+        launches = (chunk_map, decays, prepare, *(() if split is None else split[:3]), scan)
+        super().__init__(device, [launch for launch in launches if launch is not None])
         self.chunk_map = chunk_map
         self.decays = decays
         self.prepare = prepare
@@ -490,23 +494,11 @@ class GdnPlan:
         self.keys = keys
         self.gates = gates
         self.rests = rests
-        launches = (chunk_map, decays, prepare, *(() if split is None else split[:3]), scan)
-        self.launches = [launch for launch in launches if launch is not None]
+        self.order = order
         self.specialization = (
             device.index,
             *(launch.specialization for launch in self.launches),
         )
-
-    def is_compiled(self) -> bool:
-        """Whether a run needs no compiler and no module load."""
-        if self.device.interpret:
-            return True
-        return all(launch.is_compiled(self.device.index) for launch in self.launches)
-
-    def compile(self) -> None:
-        """Compiles and loads the kernels; launches nothing. Not for use inside a capture."""
-        if not self.device.interpret:
-            compile_together(self.launches, self.device.index)
 
     def run(
         self,
@@ -579,10 +571,10 @@ class GdnPlan:
         # Scratch of the stream's allocator: another stream or graph has other scratch. An argument
         # that a kernel does not use is stood in for by one that it has.
         starts = out.new_empty(self.sequences + 1, dtype=torch.int32)
-        order = out.new_empty(self.sequences, dtype=torch.int32)
+        order = out.new_empty(self.order, dtype=torch.int32) if self.order[0] else starts
         weights = out.new_empty(self.weights)
         vectors = out.new_empty(self.vectors, dtype=torch.float32)
-        keys = out.new_empty(self.keys)
+        keys = out.new_empty(self.keys) if self.keys[0] else weights
         cu = starts if cu_seqlens is None else cu_seqlens
         h_starts = starts if h_cu_starts is None else h_cu_starts
         calls: list[tuple[Launch, tuple[Tensor, ...]]] = []
@@ -590,7 +582,7 @@ class GdnPlan:
             calls.append((self.chunk_map, (cu, order, starts, h_starts)))
         if self.decays is not None:
             gates = out.new_empty(self.gates, dtype=torch.float32)
-            rests = out.new_empty(self.rests, dtype=torch.float32)
+            rests = out.new_empty(self.rests, dtype=torch.float32) if self.rests[0] else vectors
             calls.append((self.decays, (g, beta, cu, starts, gates, rests, vectors, out)))
         if self.prepare is not None:
             made = (weights, vectors, keys)
