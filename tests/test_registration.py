@@ -61,6 +61,26 @@ def test_dynamo_goes_on_after_a_marked_kernel_that_raised() -> None:
     assert _frames_traced(registration._untraced(kernel)) == 1
 
 
+@pytest.mark.parametrize("hook_is_on", [False, True])
+def test_a_marked_kernel_may_call_what_is_compiled(hook_is_on: bool) -> None:
+    """A tier of another package, perhaps."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    outer = torch._dynamo.testing.CompileCounter()
+    helper = torch.compile(lambda x: x + 1, backend=counter)
+
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        return helper(x) * 2
+
+    call = registration._untraced(kernel)
+    if hook_is_on:
+        untraced = torch._dynamo.disable(lambda x: kernel(x), recursive=False)
+        call = torch.compile(lambda x: untraced(x), backend=outer)
+    for _ in range(2):
+        assert torch.equal(call(torch.ones(2)), torch.full((2,), 4.0))
+    assert (counter.frame_count, outer.frame_count) == (1, 0)
+
+
 def test_a_reset_of_dynamo_leaves_the_mark() -> None:
     kernel = registration._untraced(_kernel())
     assert _frames_traced(kernel) == 1
