@@ -42,7 +42,7 @@ def decays_kernel(
     g, beta, cu_seqlens, chunk_starts,
     gates,  # out, float32 [chunks, HV, 2, C]: the sum of the gates after a token; beta
     rests,  # out, float32 [chunks, HV, C]: what rounding those sums left, with EXACT
-    vectors,  # out, float32 [chunks, HV, 3, C]: see the prepare kernel; it writes the third
+    vectors,  # out, float32 [chunks, HV, C, 4]: see the prepare kernel; it writes the third
     out,  # dtype of v [B, tokens, HV, V]: tokens of no sequence are set to zero
     heads,  # HV
     row_size,  # HV V
@@ -84,6 +84,6 @@ def decays_kernel(
     tl.store(gates + head_at + C, strength, mask=is_head)
     if EXACT:
         tl.store(rests + at, (after - rounded.to(tl.float64)).to(tl.float32), mask=is_head)
-    head_at = (chunk * heads + h) * (3 * C) + t
-    tl.store(vectors + head_at, tl.exp2(upto.to(tl.float32)), mask=is_head)
-    tl.store(vectors + head_at + C, tl.exp2(rounded) * strength, mask=is_head)
+    pairs = tl.join(tl.exp2(upto.to(tl.float32)), tl.exp2(rounded) * strength)
+    pair_at = (vectors + at * 4)[:, :, None] + tl.arange(0, 2)[None, None, :]
+    tl.store(pair_at, pairs, mask=is_head[:, :, None])

@@ -377,7 +377,7 @@ def plan_gdn(
         scan=scan,
         sequences=sequences,
         weights=(chunks, Hv, 2, C, C),
-        vectors=(chunks, Hv, 3, C),
+        vectors=(chunks, Hv, C, 4),
         gates=(chunks, Hv, 2, C),
         rests=(chunks, Hv, C) if exact else (0,),
         order=(sequences,) if has_order else (0,),

@@ -240,7 +240,7 @@ def prepare_kernel(
     q, k, cu_seqlens, chunk_starts,
     gates, rests,  # see the decays kernel
     weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
-    vectors,  # float32 [chunks, HV, 3, C]: decay since the start; W's diagonal; out: factor of Q S
+    vectors,  # float32 [chunks, HV, C, 4]: decay since the start; W's diagonal; out: factor of Q S
     keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
     parts,  # programs of a chunk: HV / HEADS
     group_parts,  # those of a head of q: HV / HQ / HEADS
@@ -313,5 +313,5 @@ def prepare_kernel(
         U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
 
-        vectors_at = vectors + h * (3 * C) + r
-        tl.store(vectors_at + 2 * C, of_query * tl.load(vectors_at))
+        vectors_at = vectors + h * (4 * C) + 4 * r
+        tl.store(vectors_at + 2, of_query * tl.load(vectors_at))

@@ -26,6 +26,7 @@ from csrc_free_ops.gdn.chunk_map import (
 from csrc_free_ops.gdn.prepare import load_rows, offsets
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
+    load_factors,
     load_given_state,
     load_keys,
     load_state,
@@ -135,7 +136,7 @@ def scan_kernel(
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     out += ((row * tokens + begin) * HV + v_head) * V
     weights += (first_chunk * HV + v_head) * (2 * C * C)
-    vectors += (first_chunk * HV + v_head) * (3 * C)
+    vectors += (first_chunk * HV + v_head) * (4 * C)
     h += (h_row * HV + v_head) * (V * K)
 
     S0 = tl.zeros([BV, BK], tl.float32)
@@ -180,10 +181,7 @@ def scan_kernel(
             h_at += HV * V * K
 
         # What does not depend on S.
-        since_start = tl.load(vectors + r)
-        own = tl.load(vectors + C + r)
-        of_query = tl.load(vectors + 2 * C + r)
-        of_chunk = tl.load(vectors + C - 1 + tl.zeros([BV], tl.int32))
+        of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
         W = tl.load(weights + r[:, None] * C + r[None, :])
         U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
         if PREFETCH_V:
@@ -219,6 +217,7 @@ def scan_kernel(
                 k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
             )  # fmt: skip
 
+        since_start, own, of_query = load_factors(vectors, r, C)
         if BY_PRODUCT:  # late: as an accumulator it takes registers
             values = as_accumulator(values, r, True)
         exact = values - since_start[None, :] * KS
@@ -248,7 +247,7 @@ def scan_kernel(
         v += C * v_stride_t
         out += C * HV * V
         weights += HV * 2 * C * C
-        vectors += HV * 3 * C
+        vectors += HV * 4 * C
 
     if SPLIT and H_LAYOUT == 1:
         # What the next segment begins with was summed up in another order. Rows are as in compact.

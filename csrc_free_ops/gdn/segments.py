@@ -22,6 +22,7 @@ from csrc_free_ops.gdn.chunk_map import (
 from csrc_free_ops.gdn.prepare import offsets
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
+    load_factors,
     load_given_state,
     load_keys,
     load_values,
@@ -122,13 +123,11 @@ def segment_kernel(
         k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     weights += (first_chunk * HV + v_head) * (2 * C * C)
-    vectors += (first_chunk * HV + v_head) * (3 * C)
+    vectors += (first_chunk * HV + v_head) * (4 * C)
 
     # Only last segments have incomplete chunks.
     for _ in range(count):
-        since_start = tl.load(vectors + r)
-        own = tl.load(vectors + C + r)
-        of_chunk = tl.load(vectors + C - 1 + tl.zeros([BV], tl.int32))
+        of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
         W = tl.load(weights + r[:, None] * C + r[None, :])
         wanted = (r < C) & (tile < V_TILES)
         values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, V, BV, WIDE)
@@ -148,6 +147,7 @@ def segment_kernel(
         if NK > 3:
             kd3 = 3 * BK + kd
             KS, k3 = _read_tile(k, S3, KS, r, kd3, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
+        since_start, own, _ = load_factors(vectors, r, C)
         exact = values - since_start[None, :] * KS
         exact = loaded_ahead(exact, own, own, of_chunk, NVIDIA)
         D = tl.dot(exact.to(W.dtype), tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
@@ -157,7 +157,7 @@ def segment_kernel(
         k += C * k_stride_t * (HQ if L2NORM else 1)
         v += C * v_stride_t
         weights += HV * 2 * C * C
-        vectors += HV * 3 * C
+        vectors += HV * 4 * C
 
     to = maps + tl.where(of_transition, V * K, HV * MAP)
     store_state(to, S0, S1, S2, S3, vd, K, 1, True, rows, K, BK, NK, False)

@@ -98,6 +98,19 @@ def load_keys(
 
 
 @triton.jit
+def load_factors(vectors, r, C: tl.constexpr):
+    """The three factors of each token of a chunk, which lie side by side in fours.
+
+    Loaded one by one, each thread would copy its own to shared memory, where others have as well.
+    """
+    fours = tl.load(vectors + r[:, None] * 4 + tl.arange(0, 4)[None, :])
+    even, odd = tl.split(tl.reshape(fours, [C, 2, 2]))
+    since_start, of_query = tl.split(even)
+    own, _ = tl.split(odd)
+    return since_start, own, of_query
+
+
+@triton.jit
 def load_values(
     v, vd, r, token_ok, stride_d, stride_t, V: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
