@@ -7,11 +7,12 @@ For each chunk of 64 tokens and each value head, with ``decay[t,s] = exp(g[s+1] 
     W = diag(decay to the end) T        what the chunk writes into the state
     U = scale (decay * (Q K^T)) T       what its own tokens read of each other's values
 
-The diagonal of T is beta: W is stored without its own, which goes into a vector of float32, so that
-what a token writes of its own value is rounded once. Two more vectors are the decay since the start
-of the chunk and the factor of Q S in the outputs: scale, decay and, with ``qk_l2norm``, the norm of
-q. The normalised keys are stored as well: to make them again for each tile of V took the scan half
-of its instructions.
+The diagonal of T is beta: W is stored without its own, which is a factor of each token in float32,
+so that what a token writes of its own value is rounded once. Two more factors are the decay since
+the start of the chunk and what Q S has in the outputs: scale, decay and, with ``qk_l2norm``, the
+norm of q. This last one is stored here, beside those of the decays kernel; the fourth place is
+empty. The normalised keys are stored as well: to make them again for each tile of V took the scan
+half of its instructions.
 
 A program is one chunk of HEADS value heads, which share the tiles of a head of q and k. With four
 warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one warp
