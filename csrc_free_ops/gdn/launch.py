@@ -70,7 +70,7 @@ def default_config(
         prepare_bk //= 2
     heads = 1 if group % 2 or (_has_tensor_memory(device) and dtype is torch.float32) else 2
     # By itself a head takes some 200 registers: with a few less three programs fit on Hopper.
-    registers = 168 if heads == 1 and narrow and device.capability == (9, 0) else None
+    registers = 168 if heads == 1 and narrow and _is_hopper(device) else None
     for stages in (3, 2, 1):
         config = GdnConfig(prepare_bk, 4, heads, bk, bv, 4, stages, prepare_registers=registers)
         if shared_memory_bound(config, K, dtype) <= device.shared_memory:
@@ -114,6 +114,10 @@ def _has_tensor_memory(device: DeviceFacts) -> bool:
     return device.is_nvidia and (device.capability or (0, 0))[0] == 10
 
 
+def _is_hopper(device: DeviceFacts) -> bool:
+    return device.is_nvidia and (device.capability or (0, 0))[0] == 9
+
+
 def shared_memory_bound(config: GdnConfig, K: int, dtype: torch.dtype) -> int:
     """Bytes of shared memory that a program may take, from above (tests/compile_only.py checks)."""
     keys = C * config.bk * -(-K // config.bk)
@@ -152,9 +156,8 @@ def has_wide_tiles(programs: int, K: int, V: int, dtype: torch.dtype, device: De
     Hopper's products of 64 rows read each operand once, where those of 32 read it twice, and other
     bits come out. Two programs fit into a multiprocessor if v does not lie in shared memory too.
     """
-    is_hopper = device.is_nvidia and (device.capability or (0, 0))[0] == 9
     fits = dtype.itemsize == 2 and V > 32 and K <= 128
-    return is_hopper and fits and programs > device.multiprocessors
+    return _is_hopper(device) and fits and programs > device.multiprocessors
 
 
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
@@ -350,7 +353,7 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            PREFETCH_V=device.is_nvidia and not config.v_ahead, HAS_ORDER=has_order,
+            HAS_ORDER=has_order,
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
     )  # fmt: skip

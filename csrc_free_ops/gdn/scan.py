@@ -31,11 +31,10 @@ from csrc_free_ops.gdn.tiles import (
     load_keys,
     load_state,
     load_values,
-    loaded_ahead,
+    made_of,
     store_state,
     update_state,
 )
-from csrc_free_ops.prefetch import prefetch_lines
 
 
 @triton.jit
@@ -75,7 +74,7 @@ def scan_kernel(
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
     HAS_ORDER: tl.constexpr, SPLIT: tl.constexpr,
-    BY_PRODUCT: tl.constexpr, PREFETCH_V: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
+    BY_PRODUCT: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
     let_next_kernel_start(PDL)
@@ -85,8 +84,7 @@ def scan_kernel(
     part = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
     q_head = (head // GROUP).to(tl.int64)
     v_head = head.to(tl.int64)
-    vd_first = tl.program_id(0) % V_TILES * BV
-    vd = vd_first + tl.arange(0, BV)
+    vd = tl.program_id(0) % V_TILES * BV + tl.arange(0, BV)
     kd = tl.arange(0, BK)
     r = tl.arange(0, C)
 
@@ -184,10 +182,6 @@ def scan_kernel(
         of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
         W = tl.load(weights + r[:, None] * C + r[None, :])
         U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
-        if PREFETCH_V:
-            # Nobody copies it to shared memory chunks ahead.
-            later = tl.minimum(2 * C + r, length - 1 - m * C).to(tl.int64)
-            prefetch_lines(v + later * v_stride_t + vd_first * v_stride_d)
         values = load_values(v, vd, r, token_ok, v_stride_d, v_stride_t, V, BV, WIDE)
         if not BY_PRODUCT:
             values = as_accumulator(values, r, False)
@@ -221,7 +215,8 @@ def scan_kernel(
         if BY_PRODUCT:  # late: as an accumulator it takes registers
             values = as_accumulator(values, r, True)
         exact = values - since_start[None, :] * KS
-        exact = loaded_ahead(exact, own, of_query, of_chunk, NVIDIA)
+        # An operand of products: so that it is loaded chunks ahead, of_chunk must be part of it.
+        exact = made_of(exact, of_chunk[:, None], NVIDIA)
         R = exact.to(W.dtype)
         D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
         O = QS * of_query[None, :]

@@ -26,7 +26,7 @@ from csrc_free_ops.gdn.tiles import (
     load_given_state,
     load_keys,
     load_values,
-    loaded_ahead,
+    made_of,
     store_state,
     update_state,
 )
@@ -149,7 +149,7 @@ def segment_kernel(
             KS, k3 = _read_tile(k, S3, KS, r, kd3, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
         since_start, own, _ = load_factors(vectors, r, C)
         exact = values - since_start[None, :] * KS
-        exact = loaded_ahead(exact, own, own, of_chunk, NVIDIA)
+        exact = made_of(exact, of_chunk[:, None], NVIDIA)  # as in the scan
         D = tl.dot(exact.to(W.dtype), tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
         S0, S1, S2, S3 = update_state(
             S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk[:, None], NK, TWO_TERMS, PRECISION

@@ -11,6 +11,17 @@ from csrc_free_ops.gdn.prepare import load_rows, offsets
 
 
 @triton.jit
+def made_of(x, other, NVIDIA: tl.constexpr):
+    """x, of float32. The compiler takes it to be made of the other too, which broadcasts to it, and
+    has that loaded before it uses x."""
+    if NVIDIA:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r,r", [x, other], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return x
+
+
+@triton.jit
 def _load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr):
     """A tile [BV, BK] of a state, in float32; zero if it is not wanted."""
     inside = (vd < rows)[:, None] & (kd < K)[None, :] & wanted
@@ -32,12 +43,13 @@ def load_state(
         S2 = _load_tile(state, vd, 2 * BK + kd, stride_v, stride_k, wanted, rows, K)
     if NK > 3:
         S3 = _load_tile(state, vd, 3 * BK + kd, stride_v, stride_k, wanted, rows, K)
-    if NVIDIA and NK > 1:
-        # All loads are under way before the first tile is waited for: its layout changes next.
-        S0 = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r,r,r,r", [S0, S1, S2, S3], dtype=tl.float32, is_pure=True,
-            pack=1,
-        )  # fmt: skip
+    # All loads are under way before the first tile is waited for: its layout changes next.
+    if NK > 1:
+        S0 = made_of(S0, S1, NVIDIA)
+    if NK > 2:
+        S0 = made_of(S0, S2, NVIDIA)
+    if NK > 3:
+        S0 = made_of(S0, S3, NVIDIA)
     return S0, S1, S2, S3
 
 
@@ -132,19 +144,6 @@ def as_accumulator(values, r, BY_PRODUCT: tl.constexpr):
         identity = tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(values.dtype)
         return tl.dot(values, identity)
     return values.to(tl.float32)
-
-
-@triton.jit
-def loaded_ahead(x, own, of_query, of_chunk, NVIDIA: tl.constexpr):
-    """x. The compiler takes it to be made of the others too, and x becomes an operand of a product:
-    so it loads them chunks ahead as well."""
-    if NVIDIA:
-        return tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r,r,r,r",
-            [x, own[None, :], of_query[None, :], of_chunk[:, None]],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return x
 
 
 @triton.jit
