@@ -279,6 +279,8 @@ def plan_gdn(
     tiles = dict(K=K, L2NORM=qk_l2norm, PRECISION=precision, WIDE=wide)
     strides = {**_strides("q", q), **_strides("k", k)}
     parts = chunks * Hv // config.heads
+    # Two of its programs fit into a multiprocessor.
+    ahead = C * -(-2 * device.multiprocessors * config.heads // Hv)
     chunk_map = Launch(
         chunk_map_kernel,
         grid=1 + sequences if has_order else 1,
@@ -313,11 +315,12 @@ def plan_gdn(
         ),
         scalars=dict(
             parts=Hv // config.heads, group_parts=Hv // Hq // config.heads, tokens=T,
-            sequences=sequences, scale=float(scale), **strides,
+            sequences=sequences, ahead=ahead, scale=float(scale), **strides,
         ),
         constants=dict(
             **shared, **tiles, HEADS=config.heads, BK=config.prepare_bk,
             NK=-(-K // config.prepare_bk), SOLVE_PRECISION=solve_precision, EXACT=exact,
+            NVIDIA=device.is_nvidia,
         ),
         options=_options(device, config.prepare_warps, 1, config.prepare_registers),
     )  # fmt: skip

@@ -26,6 +26,7 @@ from csrc_free_ops.gdn.chunk_map import (
     tokens_of_chunk,
     wait_for_earlier_kernels,
 )
+from csrc_free_ops.prefetch import prefetch_lines
 
 
 @triton.jit
@@ -226,6 +227,15 @@ def _products(
 
 
 @triton.jit
+def _prefetch_rows(x, rows, stride_t, stride_d, K: tl.constexpr):
+    """Asks for rows of K columns to come to the L2."""
+    LINE: tl.constexpr = 128 * 8 // x.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((K + LINE - 1) // LINE)
+    columns = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
+    prefetch_lines(x + offsets(rows, stride_t, columns, stride_d, True))
+
+
+@triton.jit
 def _pairs(n: tl.constexpr):
     """0 to n - 1, joined from the even and the odd numbers.
 
@@ -236,7 +246,7 @@ def _pairs(n: tl.constexpr):
     return tl.reshape(tl.join(even, even + 1), [n])
 
 
-@triton.jit(do_not_specialize=["parts", "group_parts", "tokens", "sequences"])
+@triton.jit(do_not_specialize=["parts", "group_parts", "tokens", "sequences", "ahead"])
 def prepare_kernel(
     q, k, cu_seqlens, chunk_starts,
     gates, rests,  # see the decays kernel
@@ -245,11 +255,14 @@ def prepare_kernel(
     keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
     parts,  # programs of a chunk: HV / HEADS
     group_parts,  # those of a head of q: HV / HQ / HEADS
-    tokens, sequences, scale,
+    tokens, sequences,
+    ahead,  # tokens from those of this program to those of one that starts about when it ends
+    scale,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
     chunk = tl.program_id(0).to(tl.int64) // parts
@@ -262,6 +275,18 @@ def prepare_kernel(
     q += row * q_stride_b + head * q_stride_h + first * q_stride_t
     k += row * k_stride_b + head * k_stride_h + first * k_stride_t
 
+    first_h = (chunk * parts + part) * HEADS
+    of_heads = first_h + tl.arange(0, HEADS)[None, :]
+    vectors_at = vectors + of_heads * (4 * C) + 4 * r[:, None]
+    since_start = tl.load(vectors_at)
+    # The gates of all heads come to the L1 while there is other work; nobody needs these.
+    gates_at = gates + of_heads * (2 * C) + r[:, None]
+    touched = tl.load(gates_at).to(tl.int32, bitcast=True)
+    touched |= tl.load(gates_at + C).to(tl.int32, bitcast=True)
+    if NVIDIA:
+        later = tl.minimum(ahead + r, tokens - 1 - first)
+        _prefetch_rows(q, later, q_stride_t, q_stride_d, K)
+        _prefetch_rows(k, later, k_stride_t, k_stride_d, K)
     d = tl.arange(0, BK)
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
@@ -288,9 +313,12 @@ def prepare_kernel(
         q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
         k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE, True, not LATE,
     )  # fmt: skip
+    # tokens has no sign: what is added to the bits is zero, which the compiler does not know.
+    since_start = since_start.to(tl.int32, bitcast=True) | (touched & (tokens >> 31))
+    tl.store(vectors_at + 2, of_query[:, None] * since_start.to(tl.float32, bitcast=True))
     column = _pairs(C)
     for j in range(HEADS):
-        h = (chunk * parts + part) * HEADS + j
+        h = first_h + j
         after_at = gates + h * (2 * C)
         after_t = tl.load(after_at + r)[:, None]
         after = tl.load(after_at + r)[None, :]
@@ -313,6 +341,3 @@ def prepare_kernel(
             )  # fmt: skip
         U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
-
-        vectors_at = vectors + h * (4 * C) + 4 * r
-        tl.store(vectors_at + 2, of_query * tl.load(vectors_at))
