@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ class Launch:
         scalars: its numbers, by name.
         constants: its ``tl.constexpr`` arguments, by name.
         options: Triton's, such as ``num_warps``.
+        boxes: of tensors that the kernel gets as descriptors for Hopper's copies of whole tiles:
+            the shape of a tile, by name. These tensors are matrices, rows 16-byte aligned.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class Launch:
         scalars: Mapping[str, int | float],
         constants: Mapping[str, Any],
         options: Mapping[str, Any],
+        boxes: Mapping[str, tuple[int, int]] = types.MappingProxyType({}),
     ) -> None:
         self.kernel = kernel
         self.grid = (grid, 1, 1)
@@ -68,6 +72,8 @@ class Launch:
         self.scalars = scalars
         self.constants = constants
         self.options = options
+        self.boxes = boxes
+        self._boxes = [boxes.get(name) for name in pointers]
         # The interpreter's functions have no such list, and nothing is compiled there.
         unspecialized = {p.name for p in getattr(kernel, "params", ()) if p.do_not_specialize}
         self._types = {n: _scalar_type(v, n not in unspecialized) for n, v in scalars.items()}
@@ -81,6 +87,7 @@ class Launch:
             tuple(self._types.values()),
             tuple(constants.values()),
             tuple(options.values()),
+            tuple(self._boxes) if boxes else (),
         )
 
     def __call__(self, device_index: int, *tensors: torch.Tensor) -> None:
@@ -88,7 +95,7 @@ class Launch:
         launch = self._launch
         if launch is None:
             if tensors[0].device.type == "cpu":
-                self.kernel[self.grid](*tensors, *self._tail, **self.options)
+                self.kernel[self.grid](*self._described(tensors), *self._tail, **self.options)
                 return
             self.compile(device_index)
             launch = self._launch
@@ -106,14 +113,21 @@ class Launch:
             compiled = _COMPILED.get(key)
             if compiled is None:
                 with torch.cuda.device(device_index):
-                    tensors = [_StandIn(*pointer) for pointer in self.pointers.values()]
+                    tensors = self._described(
+                        list(itertools.starmap(_StandIn, self.pointers.values()))
+                    )
                     compiled = self.kernel.warmup(
                         *tensors, *self._tail, grid=self.grid, **self.options
                     )
                     with _LOAD_LOCK:
                         compiled._init_handles()  # loads the module, which a capture may not do
                 _COMPILED[key] = compiled
-        self._launch = _launcher(compiled, self.grid, self._tail)
+        arguments_of = self._described if self.boxes else _addresses
+        self._launch = _launcher(compiled, self.grid, arguments_of, self._tail)
+
+    def _described(self, tensors: Sequence[Any]) -> list[Any]:
+        """The same, with descriptors in place of those that the kernel gets so."""
+        return [x if box is None else _descriptor(x, box) for x, box in zip(tensors, self._boxes)]
 
     def compile_for(self, target: Any) -> Any:
         """The kernel compiled for a ``triton.backends.compiler.GPUTarget``, with or without a GPU.
@@ -132,6 +146,9 @@ class Launch:
             if name in self.pointers:
                 dtype, divisible = self.pointers[name]
                 signature[name] = "*" + _TRITON_TYPES[dtype]
+                if name in self.boxes:
+                    signature[name] = f"tensordesc<{_TRITON_TYPES[dtype]}{list(self.boxes[name])}>"
+                    divisible = False
             else:
                 signature[name], divisible = self._types[name]
                 if signature[name] == "constexpr":
@@ -145,7 +162,24 @@ class Launch:
         return triton.compile(source, target=target, options=options)
 
 
-def _launcher(compiled: Any, grid: tuple[int, int, int], tail: tuple[Any, ...]) -> _Launcher:
+def _addresses(tensors: Sequence[torch.Tensor]) -> Iterable[int]:
+    return map(_data_ptr, tensors)
+
+
+def _descriptor(x: torch.Tensor | _StandIn, box: tuple[int, int]) -> Any:
+    """Triton's descriptor of a matrix, or a stand-in of one to compile with."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    shape, strides = (box, (box[1], 1)) if isinstance(x, _StandIn) else (x.shape, x.stride())
+    return TensorDescriptor(x, list(shape), list(strides), list(box))
+
+
+def _launcher(
+    compiled: Any,
+    grid: tuple[int, int, int],
+    arguments_of: Callable[[Sequence[torch.Tensor]], Iterable[Any]],
+    tail: tuple[Any, ...],
+) -> _Launcher:
     """What launches a loaded kernel, given the device's index and its tensors.
 
     The compiled kernel's own launcher does: binding sixty arguments by name takes Triton longer
@@ -158,16 +192,16 @@ def _launcher(compiled: Any, grid: tuple[int, int, int], tail: tuple[Any, ...]) 
     runtime = knobs.runtime
 
     def launch(device_index: int, tensors: Sequence[torch.Tensor]) -> None:
-        addresses = map(_data_ptr, tensors)
+        arguments = arguments_of(tensors)
         # What is no chain of hooks is left to Triton.
         if getattr(runtime.launch_enter_hook, "calls", True) or getattr(
             runtime.launch_exit_hook, "calls", True
         ):
-            compiled[grid](*addresses, *tail, stream=stream_of(device_index))
+            compiled[grid](*arguments, *tail, stream=stream_of(device_index))
         elif spread:
-            run(*head, stream_of(device_index), *middle, *addresses, *tail)
+            run(*head, stream_of(device_index), *middle, *arguments, *tail)
         else:
-            run(*head, stream_of(device_index), *middle, (*addresses, *tail))
+            run(*head, stream_of(device_index), *middle, (*arguments, *tail))
 
     return launch
 

@@ -85,14 +85,16 @@ def check_memory() -> Iterator[None]:
 
     def init_args(self: Any, args_dev: Any, kwargs: Any) -> Any:
         args, named = to_host(self, args_dev, kwargs)
-        tensors = [one for one in (*args, *named.values()) if hasattr(one, "data_ptr")]
+        given = [getattr(one, "base", one) for one in (*args, *named.values())]  # of descriptors
+        tensors = [one for one in given if hasattr(one, "data_ptr")]
         state.extents = [extent(interpreter._unwrap_tensor(one)) for one in tensors]
         state.kernel = self.fn.__name__
         return args, named
 
-    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any) -> Any:
-        state.check("reads", ptrs, mask.data)
-        return original["create_masked_load"](self, ptrs, mask, *rest)
+    def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        # Of descriptors the mask is numpy's own.
+        state.check("reads", ptrs, mask if isinstance(mask, np.ndarray) else mask.data)
+        return original["create_masked_load"](self, ptrs, mask, *rest, **named)
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
         state.check("writes", ptrs, mask.data)

@@ -43,6 +43,9 @@ class GdnConfig(NamedTuple):
     scan_stages: int  # chunks whose loads are under way in the scan, its own among them
     #: v is copied to shared memory chunks ahead, as all else that the scan reads (if of 16 bits).
     v_ahead: bool = True
+    #: q, weights and keys come as whole tiles, by Hopper's copies of these. Where it is possible:
+    #: 16 bits, normalised keys, and q in rows of heads, see ``_q_matrix``.
+    boxed: bool = False
     prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
     scan_registers: int | None = None
     #: Chunks of a segment that sequences are split into; 0: they are not; None: by shapes.
@@ -99,6 +102,7 @@ def check_config(
     if _in_two_terms(K, dtype):
         check("bk", config.bk >= K, f"at least {K}, one tile where K is {C // 2} or less")
     check("scan_stages", config.scan_stages > 0, "1 or more")
+    check("boxed", not config.boxed or _is_hopper(device), f"false on {device.arch}")
     check("segment_chunks", (config.segment_chunks or 0) >= 0, "None, 0 or more")
 
 
@@ -236,7 +240,9 @@ def plan_gdn(
         # When loads are issued changes no bit: the same products and sums follow.
         config = config._replace(scan_stages=min(config.scan_stages, 2))
     if by_shapes and not batch_invariant and has_wide_tiles(scans, K, V, q.dtype, device):
-        config = config._replace(bv=min(64, _pow2(V)), v_ahead=False)
+        config = config._replace(
+            bk=min(_pow2(K), 128), bv=min(64, _pow2(V)), v_ahead=False, boxed=True
+        )
     v_tiles = -(-V // config.bv)
     has_cu = cu_seqlens_dtype is not None
     if has_cu:  # the most that any lengths can need
@@ -270,6 +276,10 @@ def plan_gdn(
     wide = C * Hv * V >= 2**31 or any(
         C * x.stride[1] + (x.shape[3] - 1) * x.stride[3] >= 2**31 for x in (q, k, v)
     )
+
+    q_matrix = None
+    if config.boxed and qk_l2norm and not (is_split or wide or K % config.bk):
+        q_matrix = _q_matrix(q, chunks * Hv * 2 * C)
 
     dtype = (q.dtype, True)
     cu = (cu_seqlens_dtype or torch.int32, False)
@@ -335,6 +345,9 @@ def plan_gdn(
         HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype),
         BY_PRODUCT=bool(config.v_ahead) and not exact, NVIDIA=device.is_nvidia,
     )  # fmt: skip
+    boxes = {}
+    if q_matrix is not None:
+        boxes = {"q": (C, config.bk), "weights": (C, C), "keys": (C, config.bk)}
     scan = Launch(
         scan_kernel,
         grid=segments * Hv * v_tiles,
@@ -356,9 +369,10 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            HAS_ORDER=has_order,
+            HAS_ORDER=has_order, BOXED=q_matrix is not None,
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
+        boxes=boxes,
     )  # fmt: skip
     split = None
     if is_split:
@@ -388,7 +402,35 @@ def plan_gdn(
         rests=(chunks, Hv, C) if exact else (0,),
         order=(sequences,) if has_order else (0,),
         keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
+        q_matrix=q_matrix,
     )
+
+
+class Matrix(NamedTuple):
+    """A view of a tensor as rows."""
+
+    rows: int
+    columns: int
+    stride: int  # of a row, in elements
+
+    def of(self, x: Tensor) -> Tensor:
+        return x.as_strided((self.rows, self.columns), (self.stride, 1))
+
+
+def _q_matrix(q: TensorFacts, rows: int) -> Matrix | None:
+    """q with a row for each token, all heads side by side; None if it is not so, or too large.
+
+    Hopper copies tiles of such from aligned addresses. ``rows`` is how many the weights have.
+    """
+    B, T, Hq, K = q.shape
+    stride_b, stride, stride_h, stride_d = q.stride
+    columns = (Hq - 1) * stride_h + K
+    is_dense = stride_d == 1 and (B == 1 or stride_b == T * stride) and columns <= stride
+    is_aligned = q.aligned and all(n * q.dtype.itemsize % 16 == 0 for n in (stride, stride_h))
+    fits = 0 < B * T < 2**31 and rows < 2**31
+    if q.dtype.itemsize == 2 and is_dense and is_aligned and fits:
+        return Matrix(B * T, columns, stride)
+    return None
 
 
 class Split(NamedTuple):
@@ -468,6 +510,7 @@ class GdnPlan(LaunchesPlan):
         weights, vectors, keys: the shapes of scratch, see the prepare kernel; (0,) where none is.
         gates, rests: likewise, see the decays kernel.
         order: likewise, see the chunk map.
+        q_matrix: how the scan sees q, if it gets descriptors.
     """
 
     def __init__(
@@ -486,6 +529,7 @@ class GdnPlan(LaunchesPlan):
         gates: tuple[int, ...],
         rests: tuple[int, ...],
         order: tuple[int, ...],
+        q_matrix: Matrix | None,
     ) -> None:
         launches = (chunk_map, decays, prepare, *(() if split is None else split[:3]), scan)
         super().__init__(device, [launch for launch in launches if launch is not None])
@@ -501,6 +545,7 @@ class GdnPlan(LaunchesPlan):
         self.gates = gates
         self.rests = rests
         self.order = order
+        self.q_matrix = q_matrix
         self.specialization = (
             device.index,
             *(launch.specialization for launch in self.launches),
@@ -605,6 +650,12 @@ class GdnPlan(LaunchesPlan):
             calls.append((self.split.make, (*made_from, maps, places[0])))
             calls.append((self.split.chain, (segment_map, maps)))
             state, starts = maps, segment_map
+        if self.q_matrix is not None:
+            q, weights, keys = (
+                self.q_matrix.of(q),
+                weights.view(-1, C),
+                keys.view(-1, keys.shape[3]),
+            )
         read = (q, k, v, state, cu, order, starts, weights, vectors, keys)
         calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls

@@ -39,13 +39,21 @@ from csrc_free_ops.gdn.tiles import (
 
 @triton.jit
 def _read_tile(
-    q, k, S, KS, QS, r, d, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d,
+    q, k, S, KS, QS, r, n: tl.constexpr, token_ok, q_row, q_column, k_row,
+    q_stride_t, q_stride_d, k_stride_t, k_stride_d,
     K: tl.constexpr, BK: tl.constexpr, PADDED: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    WIDE: tl.constexpr, BOXED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of BK columns of S^T to (K S)^T and (Q S)^T; also returns the tile of k."""
-    k_tile = load_keys(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, PADDED, WIDE)
-    q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
+    """Adds the share of the n-th BK columns of S^T to (K S)^T and (Q S)^T; also returns the tile of
+    k."""
+    if BOXED:
+        # Rows behind the sequence's last token are of another one. They stay among themselves.
+        k_tile = k.load([k_row, n * BK])
+        q_tile = q.load([q_row, q_column + n * BK])
+    else:
+        d = n * BK + tl.arange(0, BK)
+        k_tile = load_keys(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, PADDED, WIDE)
+        q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
     S = S.to(k_tile.dtype)
     KS = tl.dot(S, tl.trans(k_tile), KS, input_precision=PRECISION)
     QS = tl.dot(S, tl.trans(q_tile), QS, input_precision=PRECISION)
@@ -74,7 +82,9 @@ def scan_kernel(
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
     HAS_ORDER: tl.constexpr, SPLIT: tl.constexpr,
-    BY_PRODUCT: tl.constexpr, NVIDIA: tl.constexpr, PDL: tl.constexpr,
+    BY_PRODUCT: tl.constexpr,
+    BOXED: tl.constexpr,  # q, weights and keys are descriptors of matrices
+    NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
     let_next_kernel_start(PDL)
@@ -85,7 +95,6 @@ def scan_kernel(
     q_head = (head // GROUP).to(tl.int64)
     v_head = head.to(tl.int64)
     vd = tl.program_id(0) % V_TILES * BV + tl.arange(0, BV)
-    kd = tl.arange(0, BK)
     r = tl.arange(0, C)
 
     if WIDE:
@@ -124,16 +133,23 @@ def scan_kernel(
         if SPLIT:
             h_row += before
 
-    q += row * q_stride_b + q_head * q_stride_h + begin * q_stride_t
-    if L2NORM:
-        k = keys + (first_chunk * HQ + q_head) * (C * K)
-        k_stride_t = K
-        k_stride_d = 1
+    q_row = (row * tokens + begin).to(tl.int32)
+    q_column = (q_head * q_stride_h).to(tl.int32)
+    k_row = ((first_chunk * HQ + q_head) * C).to(tl.int32)
+    weights_row = ((first_chunk * HV + v_head) * (2 * C)).to(tl.int32)
+    if BOXED:
+        k = keys
     else:
-        k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
+        q += row * q_stride_b + q_head * q_stride_h + begin * q_stride_t
+        weights += (first_chunk * HV + v_head) * (2 * C * C)
+        if L2NORM:
+            k = keys + (first_chunk * HQ + q_head) * (C * K)
+            k_stride_t = K
+            k_stride_d = 1
+        else:
+            k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     out += ((row * tokens + begin) * HV + v_head) * V
-    weights += (first_chunk * HV + v_head) * (2 * C * C)
     vectors += (first_chunk * HV + v_head) * (4 * C)
     h += (h_row * HV + v_head) * (V * K)
 
@@ -180,8 +196,12 @@ def scan_kernel(
 
         # What does not depend on S.
         of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
-        W = tl.load(weights + r[:, None] * C + r[None, :])
-        U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
+        if BOXED:
+            W = weights.load([weights_row, 0])
+            U = weights.load([weights_row + C, 0])
+        else:
+            W = tl.load(weights + r[:, None] * C + r[None, :])
+            U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
         values = load_values(v, vd, r, token_ok, v_stride_d, v_stride_t, V, BV, WIDE)
         if not BY_PRODUCT:
             values = as_accumulator(values, r, False)
@@ -189,26 +209,26 @@ def scan_kernel(
         KS = tl.zeros([BV, C], tl.float32)
         QS = tl.zeros([BV, C], tl.float32)
         KS, QS, k0 = _read_tile(
-            q, k, S0, KS, QS, r, kd, token_ok, q_stride_t, q_stride_d, k_stride_t, k_stride_d, K,
-            BK, L2NORM, PRECISION, WIDE,
+            q, k, S0, KS, QS, r, 0, token_ok, q_row, q_column, k_row, q_stride_t, q_stride_d,
+            k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
         )  # fmt: skip
         k1 = k0
         k2 = k0
         k3 = k0
         if NK > 1:
             KS, QS, k1 = _read_tile(
-                q, k, S1, KS, QS, r, BK + kd, token_ok, q_stride_t, q_stride_d,
-                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+                q, k, S1, KS, QS, r, 1, token_ok, q_row, q_column, k_row, q_stride_t, q_stride_d,
+                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
             )  # fmt: skip
         if NK > 2:
             KS, QS, k2 = _read_tile(
-                q, k, S2, KS, QS, r, 2 * BK + kd, token_ok, q_stride_t, q_stride_d,
-                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+                q, k, S2, KS, QS, r, 2, token_ok, q_row, q_column, k_row, q_stride_t, q_stride_d,
+                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
             )  # fmt: skip
         if NK > 3:
             KS, QS, k3 = _read_tile(
-                q, k, S3, KS, QS, r, 3 * BK + kd, token_ok, q_stride_t, q_stride_d,
-                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE,
+                q, k, S3, KS, QS, r, 3, token_ok, q_row, q_column, k_row, q_stride_t, q_stride_d,
+                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
             )  # fmt: skip
 
         since_start, own, of_query = load_factors(vectors, r, C)
@@ -237,11 +257,16 @@ def scan_kernel(
                 store_state(
                     kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True
                 )
-        q += C * q_stride_t
-        k += C * k_stride_t * (HQ if L2NORM else 1)
+        if BOXED:
+            q_row += C
+            k_row += HQ * C
+            weights_row += HV * 2 * C
+        else:
+            q += C * q_stride_t
+            k += C * k_stride_t * (HQ if L2NORM else 1)
+            weights += HV * 2 * C * C
         v += C * v_stride_t
         out += C * HV * V
-        weights += HV * 2 * C * C
         vectors += HV * 4 * C
 
     if SPLIT and H_LAYOUT == 1:

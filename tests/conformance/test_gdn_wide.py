@@ -79,3 +79,58 @@ def test_batch_invariant_calls_have_the_bits_of_narrow_tiles(
     for got, wanted in zip(results, narrow, strict=True):
         assert same_bits(got, wanted)
     assert 64 not in columns
+
+
+def packed(q: torch.Tensor) -> torch.Tensor:
+    """In front of other things in each token."""
+    return torch.cat((q, torch.full_like(q, float("nan"))), 2)[:, :, : q.shape[2]]
+
+
+def heads_first(q: torch.Tensor) -> torch.Tensor:
+    return q.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def off_by_one(q: torch.Tensor) -> torch.Tensor:
+    """Not where 16 bytes begin."""
+    return torch.cat((q.new_zeros(1), q.flatten()))[1:].view(q.shape)
+
+
+@pytest.mark.parametrize(
+    "memory, is_boxed",
+    [(torch.clone, True), (packed, True), (heads_first, False), (off_by_one, False)],
+)
+@pytest.mark.parametrize("lengths", [[65, 10], None])
+def test_whole_tiles_of_queries(
+    memory: Callable[[torch.Tensor], torch.Tensor],
+    is_boxed: bool,
+    lengths: list[int] | None,
+    maker: Make,
+    must_run: frozenset[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    call = prompts(
+        maker(torch.bfloat16), lengths, T=160, B=1 if lengths else 2, Hq=2, K=32, V=40,
+        qk_l2norm=True,
+    )  # fmt: skip
+    if lengths:
+        for name in ("q", "k", "v"):
+            call.tensors[name][:, 75:] = float("nan")  # type: ignore[index]
+    q = memory(call.tensors["q"])  # type: ignore[arg-type]
+    boxed = noted(monkeypatch, lambda plan: plan.scan.constants["BOXED"])
+    check_or_skip(call.with_(q=q), TIER, must_run)
+    assert boxed and set(boxed) == {is_boxed}
+    boxed.clear()
+    check_or_skip(call.with_(q=q, qk_l2norm=False, k=call.tensors["k"]), TIER, must_run)
+    assert boxed and set(boxed) == {False}
+
+
+def test_a_sequence_does_not_see_the_next_one(maker: Make, must_run: frozenset[str]) -> None:
+    """Though its last tile has rows of that."""
+    call = prompts(maker(torch.bfloat16), [70, 70], K=32, V=40, qk_l2norm=True)
+    call.require(TIER, must_run)
+    wanted = call.run(TIER)
+    for name in ("q", "k", "v"):
+        call.tensors[name][:, 70:] = float("nan")  # type: ignore[index]
+    out, state = call.run(TIER)[:2]
+    assert same_bits(out[:, :70], wanted[0][:, :70])
+    assert same_bits(state[0], wanted[1][0])
