@@ -123,7 +123,7 @@ class Launch:
                         compiled._init_handles()  # loads the module, which a capture may not do
                 _COMPILED[key] = compiled
         arguments_of = self._described if self.boxes else _addresses
-        self._launch = _launcher(compiled, self.grid, arguments_of, self._tail)
+        self._launch = _launcher(compiled, self.grid, self._tail, arguments_of)
 
     def _described(self, tensors: Sequence[Any]) -> list[Any]:
         """The same, with descriptors in place of those that the kernel gets so."""
@@ -177,8 +177,8 @@ def _descriptor(x: torch.Tensor | _StandIn, box: tuple[int, int]) -> Any:
 def _launcher(
     compiled: Any,
     grid: tuple[int, int, int],
-    arguments_of: Callable[[Sequence[torch.Tensor]], Iterable[Any]],
     tail: tuple[Any, ...],
+    arguments_of: Callable[[Sequence[torch.Tensor]], Iterable[Any]] = _addresses,
 ) -> _Launcher:
     """What launches a loaded kernel, given the device's index and its tensors.
 
