@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import functools
 import threading
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +38,7 @@ _TRITON_TYPES = {
 _DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 _Launcher = Callable[[int, Sequence[torch.Tensor]], None]
+_Arguments = Callable[[Sequence[torch.Tensor]], Iterable[Any]]
 _data_ptr = torch.Tensor.data_ptr
 
 
@@ -109,20 +110,20 @@ class Launch:
     def compile(self, device_index: int) -> None:
         """Compiles and loads the kernel on a CUDA device, unless that is done."""
         key = (device_index, self.specialization)
+        examples = self._described([_StandIn(*pointer) for pointer in self.pointers.values()])
         with _COMPILE_LOCKS.setdefault(self.kernel, threading.Lock()):
             compiled = _COMPILED.get(key)
             if compiled is None:
                 with torch.cuda.device(device_index):
-                    tensors = self._described(
-                        list(itertools.starmap(_StandIn, self.pointers.values()))
-                    )
                     compiled = self.kernel.warmup(
-                        *tensors, *self._tail, grid=self.grid, **self.options
+                        *examples, *self._tail, grid=self.grid, **self.options
                     )
                     with _LOAD_LOCK:
                         compiled._init_handles()  # loads the module, which a capture may not do
                 _COMPILED[key] = compiled
-        arguments_of = self._described if self.boxes else _addresses
+        arguments_of: _Arguments = _addresses
+        if self.boxes:
+            arguments_of = functools.partial(_with_descriptors, examples)
         self._launch = _launcher(compiled, self.grid, self._tail, arguments_of)
 
     def _described(self, tensors: Sequence[Any]) -> list[Any]:
@@ -162,23 +163,37 @@ class Launch:
         return triton.compile(source, target=target, options=options)
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> Iterable[int]:
+def _addresses(tensors: Sequence[torch.Tensor]) -> Iterable[Any]:
     return map(_data_ptr, tensors)
 
 
 def _descriptor(x: torch.Tensor | _StandIn, box: tuple[int, int]) -> Any:
-    """Triton's descriptor of a matrix, or a stand-in of one to compile with."""
+    """Triton's descriptor of a matrix, or one to compile with."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     shape, strides = (box, (box[1], 1)) if isinstance(x, _StandIn) else (x.shape, x.stride())
     return TensorDescriptor(x, list(shape), list(strides), list(box))
 
 
+def _with_descriptors(examples: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Iterable[Any]:
+    """Addresses, and descriptors where the examples have one.
+
+    Triton's own way to make one takes longer than a launch: it checks what the plan has.
+    """
+    for example, x in zip(examples, tensors):
+        if isinstance(example, _StandIn):
+            yield _data_ptr(x)
+        else:
+            one = object.__new__(type(example))
+            one.__dict__.update(example.__dict__, base=x, shape=x.shape, strides=x.stride())
+            yield one
+
+
 def _launcher(
     compiled: Any,
     grid: tuple[int, int, int],
     tail: tuple[Any, ...],
-    arguments_of: Callable[[Sequence[torch.Tensor]], Iterable[Any]] = _addresses,
+    arguments_of: _Arguments = _addresses,
 ) -> _Launcher:
     """What launches a loaded kernel, given the device's index and its tensors.
 

@@ -254,7 +254,7 @@ GDN = (
 def gdn(name: str) -> Iterator[tuple[str, int]]:
     """(name, bytes of shared memory) of each kernel of the gated delta rule."""
     from csrc_free_ops.gdn import plan_gdn, unsupported
-    from csrc_free_ops.gdn.launch import default_config, shared_memory_bound
+    from csrc_free_ops.gdn.launch import shared_memory_bound
 
     target = TARGETS[name]
     device = target.device(name)
@@ -273,8 +273,6 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
             "h_dtype": torch.float32,
             **changes,
         }
-        config = default_config(K, V, Hv // Hq, dtype, device)
-        bound = shared_memory_bound(config, K, dtype)
         what = f"{str(dtype).removeprefix('torch.')}, K={K}, V={V}, h={h_layout}"
         what += f", pool {options['pool']}" if "pool" in options else ""
         reason = unsupported(q, q, v, device, **options)
@@ -283,6 +281,7 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
         plan = plan_gdn(q, q, v, gate, gate, device, **options)
         if (plan.split is not None) != (options["sequences"] == 1):
             raise SystemExit(f"{what}: split into {plan.split}")
+        bound = shared_memory_bound(plan.config, K, dtype)
         for launch in plan.launches:
             if launch.specialization in seen:
                 continue

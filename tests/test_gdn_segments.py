@@ -52,22 +52,29 @@ def test_a_long_sequence_of_few_heads_is_split(T: int, segments: int) -> None:
     made = plan(T)
     assert names(made) == ["chunk_map_kernel", *PREPARE, *SPLIT, "scan_kernel"]
     assert made.split is not None and made.split.segments == segments
-    assert made.scan.grid[0] == segments * 8 * 4  # about two for each of 132 multiprocessors
+    assert made.scan.grid[0] == segments * 8 * 2  # about one for each of 132 multiprocessors
     without = plan(T, cu_seqlens_dtype=None)
     assert names(without) == [*PREPARE, *SPLIT, "scan_kernel"]
     assert without.split is not None and without.split.segments == segments
+
+
+def test_where_tiles_are_narrow_two_programs_run_at_once() -> None:
+    made = plan(K=256)
+    assert made.split is not None and made.split.segments == 8
+    assert made.scan.grid[0] == 8 * 8 * 4
+    assert plan(K=256, Hv=16).split is None
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"Hq": 16, "Hv": 32},
-        {"Hv": 16},
-        {"N": 2},
+        {"Hv": 24},
+        {"N": 3},
         {"T": 4000},
         {"N": 4, "Hv": 2, "T": 8192},
         {"batch_invariant": True},
-        {"device": H200._replace(multiprocessors=95)},
+        {"device": H200._replace(multiprocessors=47)},
         {"T": 0},
         {"N": 0},
     ],

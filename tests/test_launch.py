@@ -9,6 +9,7 @@ import types
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -286,3 +287,20 @@ def test_what_is_no_chain_of_hooks_is_left_to_triton(
     compiled = Compiled()
     launch_module._launcher(compiled, (7, 1, 1), ())(3, [16])
     assert compiled.by_triton and not compiled.runs
+
+
+def test_descriptors_are_made_anew_of_each_tensor(streams: None) -> None:
+    """Without Triton's checks, which would take longer than the launch; with all that it sets."""
+    pytest.importorskip("triton.tools.tensor_descriptor")
+    x = torch.zeros(8, 64, dtype=torch.bfloat16)
+    example = launch_module._descriptor(launch_module._StandIn(torch.bfloat16, True), (4, 32))
+    plain = launch_module._StandIn(torch.bfloat16, True)
+    address, made = launch_module._with_descriptors([plain, example], [16, x])  # type: ignore
+    assert address == 16
+    wanted = launch_module._descriptor(x, (4, 32))
+    assert type(made) is type(wanted) and made.base is x
+    for name, value in vars(wanted).items():
+        if name != "base":
+            found = getattr(made, name)
+            assert (list(found) if isinstance(value, list) else found) == value
+    assert example.base is not x

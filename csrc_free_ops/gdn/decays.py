@@ -84,11 +84,6 @@ def decays_kernel(
     tl.store(gates + head_at + C, strength, mask=is_head)
     if EXACT:
         tl.store(rests + at, (after - rounded.to(tl.float64)).to(tl.float32), mask=is_head)
-    since_start = tl.exp2(upto.to(tl.float32))
-    zero = tl.zeros_like(since_start)
-    own = tl.exp2(rounded) * strength
-    # All four at once: memory that is written in part is read first.
-    fours = tl.join(tl.join(since_start, zero), tl.join(own, zero))
-    at = (vectors + at * 4)[:, :, None, None]
-    at += tl.arange(0, 2)[None, None, :, None] * 2 + tl.arange(0, 2)[None, None, None, :]
-    tl.store(at, fours, mask=is_head[:, :, None, None])
+    pairs = tl.join(tl.exp2(upto.to(tl.float32)), tl.exp2(rounded) * strength)
+    pair_at = (vectors + at * 4)[:, :, None] + tl.arange(0, 2)[None, None, :]
+    tl.store(pair_at, pairs, mask=is_head[:, :, None])

@@ -129,7 +129,9 @@ def shared_memory_bound(config: GdnConfig, K: int, dtype: torch.dtype) -> int:
     if config.scan_stages > 1:
         ahead = (config.scan_stages - 1) * (2 * keys + weights)
         made = 2 * keys + 2 * C * config.bv + 2 * config.bv * config.bk
-        scan = ahead + made + 512
+        if config.bv > 32:  # the identity that v is multiplied by, and a tile of h
+            made += C * C + 2 * config.bv * config.bk
+        scan = ahead + made + 1024
     elif dtype.itemsize == 2:  # operands stay until the end of a chunk
         scan = keys + C * config.bk + weights
     else:  # one pair of operands at a time, each in two parts
@@ -143,25 +145,31 @@ def segment_chunks(
     """Chunks of a segment, where splitting sequences is faster than not; 0 where it is not.
 
     It is where too few programs go through too many chunks: it makes half of the products again,
-    for twice the columns. ``chunks`` is how many there can be. Two programs of the scan fit into a
-    multiprocessor at once, hence twice as many as there are of these.
+    for twice the columns. ``chunks`` is how many there can be. As many programs as run at once: of
+    32 columns two fit into a multiprocessor.
     """
     programs = sequences * heads * -(-V // config.bv)
     is_wide = programs == 0 or programs * 3 > device.multiprocessors
     if is_wide or chunks < 4 * _LEAST_SEGMENT * sequences:
         return 0
-    segments = 2 * device.multiprocessors * sequences // programs
+    at_once = device.multiprocessors * (1 if config.bv > 32 else 2)
+    segments = at_once * sequences // programs
     return max(_LEAST_SEGMENT, -(-chunks // segments))
 
 
-def has_wide_tiles(programs: int, K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> bool:
-    """Whether a scan of so many programs takes 64 columns of S in each, and half as many of them.
+def fills_device(programs: int, device: DeviceFacts) -> bool:
+    """Whether there are more programs than multiprocessors."""
+    return programs > device.multiprocessors
+
+
+def has_wide_tiles(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> bool:
+    """Whether a scan may take 64 columns of S a program, and half as many programs.
 
     Hopper's products of 64 rows read each operand once, where those of 32 read it twice, and other
-    bits come out. Two programs fit into a multiprocessor if v does not lie in shared memory too.
+    bits come out. A chunk takes less than two of 32 columns do, but longer than one: it pays where
+    there are programs enough, or sequences are split until there are.
     """
-    fits = dtype.itemsize == 2 and V > 32 and K <= 128
-    return _is_hopper(device) and fits and programs > device.multiprocessors
+    return _is_hopper(device) and dtype.itemsize == 2 and V > 32 and K <= 128
 
 
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
@@ -234,22 +242,17 @@ def plan_gdn(
         config = default_config(K, V, Hv // Hq, q.dtype, device)
     else:
         check_config(config, K, Hv // Hq, q.dtype, device)
-    scans = sequences * Hv * -(-V // config.bv)  # programs of a scan that splits no sequence
-    if by_shapes and scans > device.multiprocessors:
-        # Two programs of a multiprocessor hide more than a third chunk under way.
-        # When loads are issued changes no bit: the same products and sums follow.
-        config = config._replace(scan_stages=min(config.scan_stages, 2))
-    if by_shapes and not batch_invariant and has_wide_tiles(scans, K, V, q.dtype, device):
-        config = config._replace(
-            bk=min(_pow2(K), 128), bv=min(64, _pow2(V)), v_ahead=False, boxed=True
-        )
-    v_tiles = -(-V // config.bv)
     has_cu = cu_seqlens_dtype is not None
     if has_cu:  # the most that any lengths can need
         m = min(sequences, T)
         chunks = m + (T - m) // C
     else:
         chunks = B * -(-T // C)
+    if by_shapes:
+        config = _for_programs(
+            config, sequences, Hv, K, V, chunks, q.dtype, device, batch_invariant
+        )
+    v_tiles = -(-V // config.bv)
     L = config.segment_chunks
     if batch_invariant and L:
         raise ValueError(
@@ -278,7 +281,7 @@ def plan_gdn(
     )
 
     q_matrix = None
-    if config.boxed and qk_l2norm and not (is_split or wide or K % config.bk):
+    if config.boxed and qk_l2norm and not (wide or K % config.bk):
         q_matrix = _q_matrix(q, chunks * Hv * 2 * C)
 
     dtype = (q.dtype, True)
@@ -343,11 +346,12 @@ def plan_gdn(
     in_registers = dict(
         **tiles, V=V, GROUP=Hv // Hq, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
         HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype),
-        BY_PRODUCT=bool(config.v_ahead) and not exact, NVIDIA=device.is_nvidia,
+        BY_PRODUCT=bool(config.v_ahead) and not exact, BOXED=q_matrix is not None,
+        NVIDIA=device.is_nvidia,
     )  # fmt: skip
     boxes = {}
     if q_matrix is not None:
-        boxes = {"q": (C, config.bk), "weights": (C, C), "keys": (C, config.bk)}
+        boxes = {"weights": (C, C), "keys": (C, config.bk)}
     scan = Launch(
         scan_kernel,
         grid=segments * Hv * v_tiles,
@@ -369,10 +373,10 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            HAS_ORDER=has_order, BOXED=q_matrix is not None,
+            HAS_ORDER=has_order,
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
-        boxes=boxes,
+        boxes={"q": (C, config.bk), **boxes} if boxes else boxes,
     )  # fmt: skip
     split = None
     if is_split:
@@ -385,6 +389,7 @@ def plan_gdn(
                 read_indices=(indices.get("read_indices") or torch.int32, False),
             ),
             constants=dict(**shared, **in_registers, HAS_STATE=state is not None),
+            boxes=boxes,
             config=config,
             device=device,
         )  # fmt: skip
@@ -403,6 +408,7 @@ def plan_gdn(
         order=(sequences,) if has_order else (0,),
         keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
         q_matrix=q_matrix,
+        config=config,
     )
 
 
@@ -433,6 +439,36 @@ def _q_matrix(q: TensorFacts, rows: int) -> Matrix | None:
     return None
 
 
+def _for_programs(
+    config: GdnConfig,
+    sequences: int,
+    heads: int,
+    K: int,
+    V: int,
+    chunks: int,
+    dtype: torch.dtype,
+    device: DeviceFacts,
+    batch_invariant: bool,
+) -> GdnConfig:
+    """The configuration for as many programs as there are, of the default one.
+
+    When loads are issued changes no bit, but tiles do.
+    """
+    has_many = fills_device(sequences * heads * -(-V // config.bv), device)
+    if not batch_invariant and has_wide_tiles(K, V, dtype, device):
+        wide = config._replace(bk=min(_pow2(K), 128), bv=min(64, _pow2(V)), boxed=True)
+        if has_many:
+            # Two programs fit into a multiprocessor if v does not lie in shared memory too.
+            return wide._replace(scan_stages=2, v_ahead=False)
+        L = segment_chunks(wide, sequences, heads, V, chunks, device)
+        if L:
+            return wide._replace(segment_chunks=L)
+    if has_many:
+        # Two programs of a multiprocessor hide more than a third chunk under way.
+        return config._replace(scan_stages=min(config.scan_stages, 2))
+    return config
+
+
 class Split(NamedTuple):
     """What is launched before the scan where sequences are split, and its scratch."""
 
@@ -452,6 +488,7 @@ def _plan_split(
     state: dict[str, int],
     pointers: dict[str, tuple[torch.dtype, bool]],
     constants: dict[str, Any],
+    boxes: dict[str, tuple[int, int]],
     config: GdnConfig,
     device: DeviceFacts,
 ) -> Split:
@@ -485,17 +522,23 @@ def _plan_split(
         scalars=dict(tokens=scalars["tokens"], **state, **_strides("k", k), **_strides("v", v)),
         constants=constants,
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
+        boxes=boxes,
     )  # fmt: skip
+    # M goes to shared memory segments ahead, where there is as much.
+    chain_bk = min(_pow2(K), 64)
+    size = 4 * (chain_bk * -(-K // chain_bk)) ** 2
+    ahead = [n for n in (2, 1) if n * size + 2 * chain_bk**2 * 4 <= device.shared_memory]
     chain = Launch(
         chain_kernel,
         grid=segments * Hv * -(-V // _CHAIN_BV),
         pointers=chosen("segment_map", "maps"),
-        scalars={},
+        scalars=dict(segments=segments),
         constants=dict(
-            HV=Hv, K=K, V=V, BV=_CHAIN_BV, BK=32 if K <= 128 else 16, BLOCK_K=_pow2(K),
-            PRECISION="tf32x3" if device.is_nvidia else "ieee", PDL=device.has_pdl,
+            HV=Hv, K=K, V=V, BV=_CHAIN_BV, BK=chain_bk, NK=-(-K // chain_bk),
+            BLOCK=_SEGMENT_MAP_BLOCK, PRECISION="tf32x3" if device.is_nvidia else "ieee",
+            NVIDIA=device.is_nvidia, PDL=device.has_pdl,
         ),
-        options=_options(device, 4, 3),
+        options=_options(device, 4, 1 + max(ahead, default=0)),
     )  # fmt: skip
     return Split(segment_map, make, chain, segments, (segments, Hv, V + K, K))
 
@@ -511,6 +554,7 @@ class GdnPlan(LaunchesPlan):
         gates, rests: likewise, see the decays kernel.
         order: likewise, see the chunk map.
         q_matrix: how the scan sees q, if it gets descriptors.
+        config: what the kernels are compiled for.
     """
 
     def __init__(
@@ -530,6 +574,7 @@ class GdnPlan(LaunchesPlan):
         rests: tuple[int, ...],
         order: tuple[int, ...],
         q_matrix: Matrix | None,
+        config: GdnConfig,
     ) -> None:
         launches = (chunk_map, decays, prepare, *(() if split is None else split[:3]), scan)
         super().__init__(device, [launch for launch in launches if launch is not None])
@@ -546,6 +591,7 @@ class GdnPlan(LaunchesPlan):
         self.rests = rests
         self.order = order
         self.q_matrix = q_matrix
+        self.config = config
         self.specialization = (
             device.index,
             *(launch.specialization for launch in self.launches),
@@ -638,6 +684,12 @@ class GdnPlan(LaunchesPlan):
         if self.prepare is not None:
             made = (weights, vectors, keys)
             calls.append((self.prepare, (q, k, cu, starts, gates, rests, *made)))
+        if self.q_matrix is not None:
+            q, weights, keys = (
+                self.q_matrix.of(q),
+                weights.view(-1, C),
+                keys.view(-1, keys.shape[3]),
+            )
         state = vectors if initial_state is None else initial_state
         final = vectors if final_state is None else final_state
         checkpoints = vectors if h is None else h
@@ -650,12 +702,6 @@ class GdnPlan(LaunchesPlan):
             calls.append((self.split.make, (*made_from, maps, places[0])))
             calls.append((self.split.chain, (segment_map, maps)))
             state, starts = maps, segment_map
-        if self.q_matrix is not None:
-            q, weights, keys = (
-                self.q_matrix.of(q),
-                weights.view(-1, C),
-                keys.view(-1, keys.shape[3]),
-            )
         read = (q, k, v, state, cu, order, starts, weights, vectors, keys)
         calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls

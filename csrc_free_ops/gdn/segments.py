@@ -19,12 +19,13 @@ from csrc_free_ops.gdn.chunk_map import (
     sequence_bounds,
     wait_for_earlier_kernels,
 )
-from csrc_free_ops.gdn.prepare import offsets
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
     load_factors,
     load_given_state,
     load_keys,
+    load_state,
+    load_tile,
     load_values,
     made_of,
     store_state,
@@ -34,11 +35,15 @@ from csrc_free_ops.gdn.tiles import (
 
 @triton.jit
 def _read_tile(
-    k, S, KS, r, d, stride_t, stride_d, K: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    k, S, KS, r, n: tl.constexpr, k_row, stride_t, stride_d, K: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, BOXED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the share of BK columns of S^T to (K S)^T; also returns the tile of k."""
-    k_tile = load_keys(k, r, d, r >= 0, stride_t, stride_d, K, BK, True, WIDE)
+    """Adds the share of the n-th BK columns of S^T to (K S)^T; also returns the tile of k."""
+    if BOXED:
+        k_tile = k.load([k_row, n * BK])
+    else:
+        d = n * BK + tl.arange(0, BK)
+        k_tile = load_keys(k, r, d, r >= 0, stride_t, stride_d, K, BK, True, WIDE)
     return tl.dot(S.to(k_tile.dtype), tl.trans(k_tile), KS, input_precision=PRECISION), k_tile
 
 
@@ -59,6 +64,7 @@ def segment_kernel(
     BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
     HAS_STATE: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     HAS_POOL: tl.constexpr, TWO_TERMS: tl.constexpr, BY_PRODUCT: tl.constexpr,
+    BOXED: tl.constexpr,  # weights and keys are descriptors of matrices
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program is one segment, one value head and BV columns of B, or of M."""
@@ -80,7 +86,6 @@ def segment_kernel(
 
     rows = tl.where(of_transition, K, V)
     vd = tl.where(of_transition, tile - V_TILES, tile) * BV + tl.arange(0, BV)
-    kd = tl.arange(0, BK)
     r = tl.arange(0, C)
     maps += (segment * HV + v_head) * MAP
     S0 = tl.zeros([BV, BK], tl.float32)
@@ -115,38 +120,51 @@ def segment_kernel(
         row = i
         begin = tl.zeros((), tl.int64)
     begin += before * C
-    if L2NORM:
-        k = keys + (first_chunk * HQ + q_head) * (C * K)
-        k_stride_t = K
-        k_stride_d = 1
+    k_row = ((first_chunk * HQ + q_head) * C).to(tl.int32)
+    weights_row = ((first_chunk * HV + v_head) * (2 * C)).to(tl.int32)
+    if BOXED:
+        k = keys
     else:
-        k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
+        weights += (first_chunk * HV + v_head) * (2 * C * C)
+        if L2NORM:
+            k = keys + (first_chunk * HQ + q_head) * (C * K)
+            k_stride_t = K
+            k_stride_d = 1
+        else:
+            k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
-    weights += (first_chunk * HV + v_head) * (2 * C * C)
     vectors += (first_chunk * HV + v_head) * (4 * C)
 
     # Only last segments have incomplete chunks.
     for _ in range(count):
         of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
-        W = tl.load(weights + r[:, None] * C + r[None, :])
+        if BOXED:
+            W = weights.load([weights_row, 0])
+        else:
+            W = tl.load(weights + r[:, None] * C + r[None, :])
         wanted = (r < C) & (tile < V_TILES)
         values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, V, BV, WIDE)
         values = as_accumulator(values, r, BY_PRODUCT)
 
         KS = tl.zeros([BV, C], tl.float32)
-        KS, k0 = _read_tile(k, S0, KS, r, kd, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
+        KS, k0 = _read_tile(
+            k, S0, KS, r, 0, k_row, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE, BOXED
+        )
         k1 = k0
         k2 = k0
         k3 = k0
         if NK > 1:
-            kd1 = BK + kd
-            KS, k1 = _read_tile(k, S1, KS, r, kd1, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
+            KS, k1 = _read_tile(
+                k, S1, KS, r, 1, k_row, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE, BOXED
+            )
         if NK > 2:
-            kd2 = 2 * BK + kd
-            KS, k2 = _read_tile(k, S2, KS, r, kd2, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
+            KS, k2 = _read_tile(
+                k, S2, KS, r, 2, k_row, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE, BOXED
+            )
         if NK > 3:
-            kd3 = 3 * BK + kd
-            KS, k3 = _read_tile(k, S3, KS, r, kd3, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE)
+            KS, k3 = _read_tile(
+                k, S3, KS, r, 3, k_row, k_stride_t, k_stride_d, K, BK, PRECISION, WIDE, BOXED
+            )
         since_start, own, _ = load_factors(vectors, r, C)
         exact = values - since_start[None, :] * KS
         exact = made_of(exact, of_chunk[:, None], NVIDIA)  # as in the scan
@@ -154,9 +172,13 @@ def segment_kernel(
         S0, S1, S2, S3 = update_state(
             S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk[:, None], NK, TWO_TERMS, PRECISION
         )
-        k += C * k_stride_t * (HQ if L2NORM else 1)
+        if BOXED:
+            k_row += HQ * C
+            weights_row += HV * 2 * C
+        else:
+            k += C * k_stride_t * (HQ if L2NORM else 1)
+            weights += HV * 2 * C * C
         v += C * v_stride_t
-        weights += HV * 2 * C * C
         vectors += HV * 4 * C
 
     to = maps + tl.where(of_transition, V * K, HV * MAP)
@@ -164,11 +186,32 @@ def segment_kernel(
 
 
 @triton.jit
+def _add_products(S, M, m: tl.constexpr, T0, T1, T2, T3, K: tl.constexpr, BK: tl.constexpr,
+    NK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds to the tiles of the next state the products of a state's m-th tile with rows of M."""
+    kd = tl.arange(0, BK)
+    T0 = tl.dot(S, load_tile(M, m * BK + kd, kd, K, 1, True, K, K), T0, input_precision=PRECISION)
+    if NK > 1:
+        right = load_tile(M, m * BK + kd, BK + kd, K, 1, True, K, K)
+        T1 = tl.dot(S, right, T1, input_precision=PRECISION)
+    if NK > 2:
+        right = load_tile(M, m * BK + kd, 2 * BK + kd, K, 1, True, K, K)
+        T2 = tl.dot(S, right, T2, input_precision=PRECISION)
+    if NK > 3:
+        right = load_tile(M, m * BK + kd, 3 * BK + kd, K, 1, True, K, K)
+        T3 = tl.dot(S, right, T3, input_precision=PRECISION)
+    return T0, T1, T2, T3
+
+
+@triton.jit(do_not_specialize=["segments"])
 def chain_kernel(
     segment_map,
     maps,  # in: M and B, out: the states that segments begin with
+    segments,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
-    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    NK: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, NVIDIA: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A program is one sequence, one value head and BV columns of V; of others' than a sequence's
     first segment there are programs too, which stop at once."""
@@ -180,27 +223,28 @@ def chain_kernel(
     i, before, _, _, is_last = segment_at(segment_map, segment)
     if (i < 0) | (before != 0) | is_last:
         return
+    steps = -2  # to the second segment there is none, and the last one's B is not made
+    for at in range(segment, segments, BLOCK):
+        others = at + tl.arange(0, BLOCK)
+        sequence = tl.load(segment_map + others * 4, mask=others < segments, other=-1)
+        steps += tl.sum((sequence == i).to(tl.int32), 0)
     vd = tl.program_id(0) % V_TILES * BV + tl.arange(0, BV)
-    wide = tl.arange(0, BLOCK_K)
-    out_at = offsets(vd, K, wide, 1, False)
-    out_ok = (vd < V)[:, None] & (wide < K)[None, :]
-    segment += 1  # the state that the second begins with is there
-    maps += (segment * HV + v_head) * MAP
-    while tl.load(segment_map + (segment + 1) * 4) == i:
-        after = maps + HV * MAP
-        S = tl.load(after + out_at, mask=out_ok, other=0.0)
-        for n in range(0, K, BK):
-            kd = n + tl.arange(0, BK)
-            left = tl.load(
-                maps + offsets(vd, K, kd, 1, False),
-                mask=(vd < V)[:, None] & (kd < K)[None, :], other=0.0,
-            )  # fmt: skip
-            right = tl.load(
-                maps + V * K + offsets(kd, K, wide, 1, False),
-                mask=(kd < K)[:, None] & (wide < K)[None, :], other=0.0,
-            )  # fmt: skip
-            S = tl.dot(left, right, S, input_precision=PRECISION)
-        tl.store(after + out_at, S, mask=out_ok)
-        tl.debug_barrier()  # other threads of this program read it next
-        maps = after
-        segment += 1
+    maps += ((segment + 1) * HV + v_head) * MAP  # the state that the second begins with is there
+    S0 = tl.zeros([BV, BK], tl.float32)
+    S1 = S0
+    S2 = S0
+    S3 = S0
+    S0, S1, S2, S3 = load_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
+    for _ in range(steps):
+        M = maps + V * K
+        maps += HV * MAP
+        T0, T1, T2, T3 = load_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
+        T0, T1, T2, T3 = _add_products(S0, M, 0, T0, T1, T2, T3, K, BK, NK, PRECISION)
+        if NK > 1:
+            T0, T1, T2, T3 = _add_products(S1, M, 1, T0, T1, T2, T3, K, BK, NK, PRECISION)
+        if NK > 2:
+            T0, T1, T2, T3 = _add_products(S2, M, 2, T0, T1, T2, T3, K, BK, NK, PRECISION)
+        if NK > 3:
+            T0, T1, T2, T3 = _add_products(S3, M, 3, T0, T1, T2, T3, K, BK, NK, PRECISION)
+        S0, S1, S2, S3 = T0, T1, T2, T3
+        store_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, False)

@@ -22,8 +22,8 @@ def made_of(x, other, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr):
-    """A tile [BV, BK] of a state, in float32; zero if it is not wanted."""
+def load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr):
+    """A tile of a state of so many rows, in float32; zero if it is not wanted."""
     inside = (vd < rows)[:, None] & (kd < K)[None, :] & wanted
     at = state + offsets(vd, stride_v, kd, stride_k, True)
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -36,13 +36,13 @@ def load_state(
 ):  # fmt: skip
     """The rows vd of a state of that many rows, in place of the tiles given; zero if not wanted."""
     kd = tl.arange(0, BK)
-    S0 = _load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K)
+    S0 = load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K)
     if NK > 1:
-        S1 = _load_tile(state, vd, BK + kd, stride_v, stride_k, wanted, rows, K)
+        S1 = load_tile(state, vd, BK + kd, stride_v, stride_k, wanted, rows, K)
     if NK > 2:
-        S2 = _load_tile(state, vd, 2 * BK + kd, stride_v, stride_k, wanted, rows, K)
+        S2 = load_tile(state, vd, 2 * BK + kd, stride_v, stride_k, wanted, rows, K)
     if NK > 3:
-        S3 = _load_tile(state, vd, 3 * BK + kd, stride_v, stride_k, wanted, rows, K)
+        S3 = load_tile(state, vd, 3 * BK + kd, stride_v, stride_k, wanted, rows, K)
     # All loads are under way before the first tile is waited for: its layout changes next.
     if NK > 1:
         S0 = made_of(S0, S1, NVIDIA)

@@ -233,3 +233,27 @@ def test_bounds_that_break_the_rules_touch_no_other_memory(
         bounds, overload, TIER, maker, must_run
     )
     assert all(splits)
+
+
+@one_and_two_chunks
+@pytest.mark.parametrize("overload", OVERLOADS)
+@pytest.mark.parametrize("qk_l2norm", [False, True])
+def test_wide_tiles(
+    overload: str,
+    qk_l2norm: bool,
+    maker: Make,
+    must_run: frozenset[str],
+    monkeypatch: pytest.MonkeyPatch,
+    segments_of: int,
+) -> None:
+    """64 columns of S a program, and descriptors with normalised keys."""
+    lengths = [segments_of * CHUNK + 1, 0, 5 * CHUNK, 70]
+    call = prompts(
+        maker(torch.bfloat16), lengths, T=sum(lengths) + 9, Hq=2, K=32, V=40, qk_l2norm=qk_l2norm
+    )
+    with forced(monkeypatch, "has_wide_tiles", True):
+        made = noted(monkeypatch, lambda plan: (plan.split is not None, plan.scan.constants))
+        check_or_skip(call.with_(overload), TIER, must_run)
+    assert made
+    for is_split, constants in made:
+        assert is_split and constants["BV"] == 64 and constants["BOXED"] == qk_l2norm

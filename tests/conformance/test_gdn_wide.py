@@ -23,7 +23,7 @@ TIER = "triton"
 @pytest.fixture(autouse=True)
 def columns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Of each plan that the test has led to, how many columns of S a program of the scan has."""
-    with forced(monkeypatch, "has_wide_tiles", True):
+    with forced(monkeypatch, "has_wide_tiles", True), forced(monkeypatch, "fills_device", True):
         yield noted(monkeypatch, lambda plan: plan.scan.constants["BV"])
 
 
