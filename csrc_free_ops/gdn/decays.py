@@ -40,9 +40,9 @@ def _zero_padding(
 @triton.jit(do_not_specialize=["heads", "row_size", "tokens", "sequences"])
 def decays_kernel(
     g, beta, cu_seqlens, chunk_starts,
-    gates,  # out, float32 [chunks, HV, 2, C]: the sum of the gates after a token; beta
+    vectors,  # out, float32 [chunks, HV, 4, C]: of each token the sum of the gates after it; beta;
+    # the decay since the start of the chunk; the one to its end times beta
     rests,  # out, float32 [chunks, HV, C]: what rounding those sums left, with EXACT
-    vectors,  # out, float32 [chunks, HV, C, 4]: see the prepare kernel; it writes the third
     out,  # dtype of v [B, tokens, HV, V]: tokens of no sequence are set to zero
     heads,  # HV
     row_size,  # HV V
@@ -79,11 +79,10 @@ def decays_kernel(
     after = tl.sum(gate, 0)[None, :] - upto
     rounded = after.to(tl.float32)
     at = (chunk * heads + h) * C + t
-    head_at = (chunk * heads + h) * (2 * C) + t
-    tl.store(gates + head_at, rounded, mask=is_head)
-    tl.store(gates + head_at + C, strength, mask=is_head)
     if EXACT:
         tl.store(rests + at, (after - rounded.to(tl.float64)).to(tl.float32), mask=is_head)
-    pairs = tl.join(tl.exp2(upto.to(tl.float32)), tl.exp2(rounded) * strength)
-    pair_at = (vectors + at * 4)[:, :, None] + tl.arange(0, 2)[None, None, :]
-    tl.store(pair_at, pairs, mask=is_head[:, :, None])
+    vectors += (chunk * heads + h) * (4 * C) + t
+    tl.store(vectors, rounded, mask=is_head)
+    tl.store(vectors + C, strength, mask=is_head)
+    tl.store(vectors + 2 * C, tl.exp2(upto.to(tl.float32)), mask=is_head)
+    tl.store(vectors + 3 * C, tl.exp2(rounded) * strength, mask=is_head)

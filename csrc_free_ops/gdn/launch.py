@@ -310,7 +310,7 @@ def plan_gdn(
         grid=chunks * -(-Hv // decays_bh),
         pointers=dict(
             g=(g.dtype, g.aligned), beta=(beta.dtype, beta.aligned), cu_seqlens=cu,
-            chunk_starts=starts, gates=pair, rests=pair, vectors=pair, out=dtype,
+            chunk_starts=starts, vectors=pair, rests=pair, out=dtype,
         ),
         scalars=dict(
             heads=Hv, row_size=Hv * V, tokens=T, sequences=sequences, **_strides("g", g),
@@ -324,7 +324,7 @@ def plan_gdn(
         grid=parts,
         pointers=dict(
             q=(q.dtype, q.aligned), k=(k.dtype, k.aligned), cu_seqlens=cu, chunk_starts=starts,
-            gates=pair, rests=pair, weights=dtype, vectors=pair, keys=dtype,
+            vectors=pair, rests=pair, weights=dtype, keys=dtype,
         ),
         scalars=dict(
             parts=Hv // config.heads, group_parts=Hv // Hq // config.heads, tokens=T,
@@ -403,7 +403,6 @@ def plan_gdn(
         sequences=sequences,
         weights=(chunks, Hv, 2, C, C),
         vectors=(chunks, Hv, C, 4),
-        gates=(chunks, Hv, 2, C),
         rests=(chunks, Hv, C) if exact else (0,),
         order=(sequences,) if has_order else (0,),
         keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
@@ -551,7 +550,7 @@ class GdnPlan(LaunchesPlan):
         chunk_map, decays, prepare, split, scan: its launches, None where there is nothing to do.
         sequences: how many there are.
         weights, vectors, keys: the shapes of scratch, see the prepare kernel; (0,) where none is.
-        gates, rests: likewise, see the decays kernel.
+        rests: likewise, see the decays kernel.
         order: likewise, see the chunk map.
         q_matrix: how the scan sees q, if it gets descriptors.
         config: what the kernels are compiled for.
@@ -570,7 +569,6 @@ class GdnPlan(LaunchesPlan):
         weights: tuple[int, ...],
         vectors: tuple[int, ...],
         keys: tuple[int, ...],
-        gates: tuple[int, ...],
         rests: tuple[int, ...],
         order: tuple[int, ...],
         q_matrix: Matrix | None,
@@ -587,7 +585,6 @@ class GdnPlan(LaunchesPlan):
         self.weights = weights
         self.vectors = vectors
         self.keys = keys
-        self.gates = gates
         self.rests = rests
         self.order = order
         self.q_matrix = q_matrix
@@ -678,12 +675,10 @@ class GdnPlan(LaunchesPlan):
         if self.chunk_map is not None:
             calls.append((self.chunk_map, (cu, order, starts, h_starts)))
         if self.decays is not None:
-            gates = out.new_empty(self.gates, dtype=torch.float32)
             rests = out.new_empty(self.rests, dtype=torch.float32) if self.rests[0] else vectors
-            calls.append((self.decays, (g, beta, cu, starts, gates, rests, vectors, out)))
+            calls.append((self.decays, (g, beta, cu, starts, vectors, rests, out)))
         if self.prepare is not None:
-            made = (weights, vectors, keys)
-            calls.append((self.prepare, (q, k, cu, starts, gates, rests, *made)))
+            calls.append((self.prepare, (q, k, cu, starts, vectors, rests, weights, keys)))
         if self.q_matrix is not None:
             q, weights, keys = (
                 self.q_matrix.of(q),

@@ -249,9 +249,9 @@ def _pairs(n: tl.constexpr):
 @triton.jit(do_not_specialize=["parts", "group_parts", "tokens", "sequences", "ahead"])
 def prepare_kernel(
     q, k, cu_seqlens, chunk_starts,
-    gates, rests,  # see the decays kernel
+    vectors, rests,  # in: see the decays kernel
+    # out: vectors [chunks, HV, C, 4], the decay since the start, W's diagonal, the factor of Q S
     weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
-    vectors,  # float32 [chunks, HV, C, 4]: decay since the start; W's diagonal; out: factor of Q S
     keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
     parts,  # programs of a chunk: HV / HEADS
     group_parts,  # those of a head of q: HV / HQ / HEADS
@@ -277,12 +277,12 @@ def prepare_kernel(
 
     first_h = (chunk * parts + part) * HEADS
     of_heads = first_h + tl.arange(0, HEADS)[None, :]
-    vectors_at = vectors + of_heads * (4 * C) + 4 * r[:, None]
-    since_start = tl.load(vectors_at)
+    rows_at = vectors + of_heads * (4 * C) + r[:, None]
+    since_start = tl.load(rows_at + 2 * C)
+    own = tl.load(rows_at + 3 * C)
     # The gates of all heads come to the L1 while there is other work; nobody needs these.
-    gates_at = gates + of_heads * (2 * C) + r[:, None]
-    touched = tl.load(gates_at).to(tl.int32, bitcast=True)
-    touched |= tl.load(gates_at + C).to(tl.int32, bitcast=True)
+    touched = tl.load(rows_at).to(tl.int32, bitcast=True)
+    touched |= tl.load(rows_at + C).to(tl.int32, bitcast=True)
     if NVIDIA:
         later = tl.minimum(ahead + r, tokens - 1 - first)
         _prefetch_rows(q, later, q_stride_t, q_stride_d, K)
@@ -315,11 +315,12 @@ def prepare_kernel(
     )  # fmt: skip
     # tokens has no sign: what is added to the bits is zero, which the compiler does not know.
     since_start = since_start.to(tl.int32, bitcast=True) | (touched & (tokens >> 31))
-    tl.store(vectors_at + 2, of_query[:, None] * since_start.to(tl.float32, bitcast=True))
+    since_start = since_start.to(tl.float32, bitcast=True)
+    of_query_too = of_query[:, None] * since_start
     column = _pairs(C)
     for j in range(HEADS):
         h = first_h + j
-        after_at = gates + h * (2 * C)
+        after_at = vectors + h * (4 * C)
         after_t = tl.load(after_at + r)[:, None]
         after = tl.load(after_at + r)[None, :]
         strength = tl.load(after_at + C + r)
@@ -341,3 +342,10 @@ def prepare_kernel(
             )  # fmt: skip
         U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
+
+    # Side by side for each token, in one store: of memory that is written in part the rest is read.
+    fours = tl.join(tl.join(since_start, of_query_too), tl.join(own, tl.zeros_like(own)))
+    at = vectors + (of_heads * (4 * C) + 4 * r[:, None])[:, :, None, None]
+    at += tl.arange(0, 2)[None, None, :, None] * 2 + tl.arange(0, 2)[None, None, None, :]
+    tl.debug_barrier()  # all warps have read the rows
+    tl.store(at, fours)
