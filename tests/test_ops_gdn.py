@@ -422,16 +422,11 @@ def test_tiers_in_the_order_of_the_cascade() -> None:
     assert [verdict.name for verdict in verdicts] == ["flashinfer", "triton", "reference"]
 
 
-def test_triton_is_passed_over_on_gpus_until_one_has_run_it() -> None:
+def test_triton_is_chosen_on_gpus_that_it_runs_on() -> None:
     args = tuple(t.to("meta") for t in (*_tokens(), STATE, BOUNDS))
     gpu = DeviceFacts("cuda", 0, (9, 0), "sm_90", 132, 227 << 10, 50 << 20, False)
     explanation = torch_attn_tiers.explain("gdn_chunk_prefill", *args, device=gpu)
-    assert explanation.chosen == "reference"
-    assert explanation.verdicts[1][:3] == (
-        "triton",
-        False,
-        ("not verified on a GPU yet: runs there when asked for only, by tier='triton'",),
-    )
+    assert explanation.chosen == "triton"
     old = gpu._replace(capability=(7, 5), arch="sm_75")
     verdict = torch_attn_tiers.explain("gdn_chunk_prefill", *args, device=old).verdicts[1]
     assert "needs compute capability 8.0 or newer, the device has 7.5" in verdict.reasons

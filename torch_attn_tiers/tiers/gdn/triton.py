@@ -12,12 +12,6 @@ if TYPE_CHECKING:
     from csrc_free_ops.gdn import GdnPlan
 
 
-def _not_verified(problem: GdnProblem) -> str | None:
-    if problem.device.type == "cpu" or problem.requested == "triton":
-        return None
-    return "not verified on a GPU yet: runs there when asked for only, by tier='triton'"
-
-
 def _dtype(problem: GdnProblem) -> str | None:
     dtype, state = problem.q.dtype, problem.initial_state
     pool = None if problem.pool is None or state is None else state.dtype
@@ -30,7 +24,6 @@ _BASICS = (
     triton_runs.no_triton,
     triton_runs.device_type("triton"),
     triton_runs.capability,
-    _not_verified,
     _dtype,
 )
 
