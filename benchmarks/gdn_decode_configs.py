@@ -105,10 +105,11 @@ def main() -> None:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def parse(case: StepCase, text: str) -> RecurrentConfig:
+def parse(case: StepCase, text: str, in_pool: bool) -> RecurrentConfig:
     """The configuration that a text stands for."""
     q, _, _, state = facts(case)
-    config = default_config(q, state)
+    device = device_facts(environment.default_device())
+    config = default_config(q, state, None if in_pool else device)
     if text == "default":
         return config
     fields: dict[str, Any] = dict(pair.split("=") for pair in text.split(","))
@@ -136,7 +137,7 @@ def plan_for(case: StepCase, text: str, in_pool: bool) -> GdnDecodePlan:
     return plan_gdn_decode(
         q, q, v, gate, gate, state, device_facts(environment.default_device()), A_log=head,
         dt_bias=head, read_indices=indices, write_indices=indices, scale=case.head_size**-0.5,
-        qk_l2norm=True, config=parse(case, text),
+        qk_l2norm=True, config=parse(case, text, in_pool),
     )  # fmt: skip
 
 

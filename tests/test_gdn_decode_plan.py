@@ -81,3 +81,23 @@ INDICES = contiguous_facts((8,), torch.int32)
 def test_states_that_cannot_be_asked_for_ahead(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="config.prefetch is True; it must be False with indices"):
         plan(RecurrentConfig(32, 8, 4, prefetch=True), **changes)
+
+
+def test_states_are_asked_for_ahead_where_that_was_faster() -> None:
+    """Many in 16 bits, on Hopper, and without indices."""
+    tokens = {
+        n: contiguous_facts((64, 1, h, 128), torch.bfloat16) for n, h in (("q", 16), ("v", 32))
+    }
+    gate = contiguous_facts((64, 1, 32), torch.float32)
+    state = contiguous_facts((64, 32, 128, 128), torch.bfloat16)
+
+    def constants(device: str, indices: TensorFacts | None = None) -> Any:
+        plan = plan_gdn_decode(
+            tokens["q"], tokens["q"], tokens["v"], gate, gate, state, DeviceFacts.of(device),
+            read_indices=indices, write_indices=indices, scale=1.0,
+        )  # fmt: skip
+        return plan.launch.constants["PREFETCH"], plan.launch.constants["BV"]
+
+    assert constants("sm_90") == (True, 64)
+    assert constants("sm_80") == (False, 32)
+    assert constants("sm_90", contiguous_facts((64,), torch.int32)) == (False, 32)

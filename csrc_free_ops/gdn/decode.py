@@ -30,8 +30,12 @@ class RecurrentConfig(NamedTuple):
     max_registers: int | None = None  # a thread, so that more programs fit a multiprocessor
 
 
-def default_config(q: TensorFacts, state: TensorFacts) -> RecurrentConfig:
+def default_config(
+    q: TensorFacts, state: TensorFacts, device: DeviceFacts | None = None
+) -> RecurrentConfig:
     """A tile of states ``[P,Hv,V,K]`` for tokens ``[B,Sq,Hq,K]``.
+
+    With a device states may be asked for ahead of the kernel before, which needs no indices.
 
     Written from runs of `benchmarks/gdn_decode_configs.py` on an H200, with one token a row. From
     some bytes on there are programs enough to fill the GPU with larger tiles, and from some more
@@ -46,7 +50,11 @@ def default_config(q: TensorFacts, state: TensorFacts) -> RecurrentConfig:
     if size >= 32 * _MIB:
         if state.dtype.itemsize == 4:
             return config._replace(lanes=16)
-        return config._replace(load_policy="evict_first", store_policy="evict_first")
+        config = config._replace(load_policy="evict_first", store_policy="evict_first")
+        bv = min(next_power_of_2(V), 64)
+        if device is not None and Sq == 1 and _can_prefetch(state, bv, device):
+            return config._replace(bv=bv, prefetch=True)
+        return config
     if size >= 4 * _MIB:
         return config._replace(bv=min(next_power_of_2(V), 64))
     return config
@@ -87,10 +95,10 @@ def plan_gdn_decode(
     """
     B, Sq, Hq, K = q.shape
     Hv, V = v.shape[2:]
-    if config is None:
-        config = default_config(q, state)
     new_state = new_state or state
     has_indices = read_indices is not None and write_indices is not None
+    if config is None:
+        config = default_config(q, state, None if has_indices else device)
     none = TensorFacts((), (0, 0), torch.int64, True)
     reads, writes = read_indices or none, write_indices or none
     write_each = len(writes.shape) == 2
@@ -106,6 +114,9 @@ def plan_gdn_decode(
         new_state=new_state, read_indices=reads, write_indices=writes,
     )  # fmt: skip
     pointers = {name: (facts.dtype, facts.aligned) for name, facts in tensors.items()}
+    for name in ("read_indices", "write_indices"):
+        # Loaded one by one. A column of indices, unaligned, is copied to where a graph has it.
+        pointers[name] = (pointers[name][0], False)
     launch = Launch(
         recurrent_kernel,
         grid=B * Hv * -(-V // config.bv),
@@ -204,6 +215,9 @@ def plan_gdn_gates(
     tokens, Hv = a.shape
     tensors = dict(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     pointers = {name: (facts.dtype, facts.aligned) for name, facts in tensors.items()}
+    for name in ("read_indices", "write_indices"):
+        # Loaded one by one. A column of indices, unaligned, is copied to where a graph has it.
+        pointers[name] = (pointers[name][0], False)
     launch = Launch(
         gates_kernel,
         grid=-(-tokens * Hv // _GATES_BLOCK),

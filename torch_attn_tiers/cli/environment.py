@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import os
@@ -10,7 +11,8 @@ import platform
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +89,21 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return head + ("+" if changes else "")
+
+
+@contextlib.contextmanager
+def arguments_hidden() -> Iterator[None]:
+    """Libraries do not see the program's arguments.
+
+    CuTe DSL, with which FlashInfer compiles, parses them when it is first used: it takes `--h` to
+    mean its `--help`, and ends the program.
+    """
+    arguments = sys.argv[1:]
+    del sys.argv[1:]
+    try:
+        yield
+    finally:
+        sys.argv[1:] = arguments
 
 
 def header(

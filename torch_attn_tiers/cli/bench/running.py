@@ -124,7 +124,8 @@ def run_cases(
     result["copy_tb_per_s"] = round(rate / 1e12, 4)
     for case in cases:
         since = time.perf_counter()
-        row = measure(case)
+        with environment.arguments_hidden():
+            row = measure(case)
         row["seconds"] = round(time.perf_counter() - since, 1)
         judge(row, rate)
         result["cases"].append(row)

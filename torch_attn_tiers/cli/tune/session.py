@@ -94,6 +94,7 @@ class Session:
         """Since the session began."""
         return time.perf_counter() - self._begin
 
+    @environment.arguments_hidden()
     def run(self, points: Sequence[Point]) -> dict[str, Any]:
         """Measures those that are not in the file yet; returns what is then in it."""
         measured = {row["class"] for row in self.result["rows"]}
