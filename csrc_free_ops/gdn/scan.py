@@ -90,6 +90,7 @@ def scan_kernel(
     let_next_kernel_start(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
+    NARROW: tl.constexpr = BV > 32  # or two programs would not fit into a multiprocessor
     head = tl.program_id(0) // V_TILES % HV
     part = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
     q_head = (head // GROUP).to(tl.int64)
@@ -191,7 +192,7 @@ def scan_kernel(
             wanted = h_row + m < rows
             if SPLIT:
                 wanted &= (m > 0) | (before == 0)
-            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
+            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
             h_at += HV * V * K
 
         # What does not depend on S.
@@ -250,13 +251,14 @@ def scan_kernel(
 
         if H_LAYOUT == 2:
             wanted = (m * C + C <= length) & (h_row + m < rows)
-            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
+            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
             h_at += HV * V * K
         if HAS_TRACK:
             if tl.minimum(m * C + C, length) == track:
                 store_state(
-                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True
-                )
+                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True,
+                    NARROW,
+                )  # fmt: skip
         if BOXED:
             q_row += C
             k_row += HQ * C

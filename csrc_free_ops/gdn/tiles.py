@@ -7,7 +7,7 @@ them; the others are stand-ins that nothing touches. Shared by the kernels that 
 import triton
 import triton.language as tl
 
-from csrc_free_ops.gdn.prepare import load_rows, offsets
+from csrc_free_ops.gdn.prepare import halves, load_rows, offsets
 
 
 @triton.jit
@@ -71,29 +71,54 @@ def load_given_state(
 
 
 @triton.jit
-def _store_tile(
-    state, S, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr, WIDE: tl.constexpr
+def _store_columns(
+    state, S, vd, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Writes a tile [BV, BK] of a state."""
+    """Writes columns of a state from ``first`` on."""
+    kd = first + tl.arange(0, S.shape[1])
     inside = (vd < rows)[:, None] & (kd < K)[None, :] & wanted
     at = state + offsets(vd, stride_v, kd, stride_k, WIDE)
     tl.store(at, S.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def _store_tile(
+    state, S, vd, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Writes a tile of a state, columns from ``first`` on. NARROW: 32 of them at a time, as each
+    store goes through shared memory."""
+    BK: tl.constexpr = S.shape[1]
+    if NARROW and BK == 128:
+        left, right = halves(S)
+        S0, S1 = halves(left)
+        S2, S3 = halves(right)
+        _store_columns(state, S0, vd, first, stride_v, stride_k, wanted, rows, K, WIDE)
+        _store_columns(state, S1, vd, first + 32, stride_v, stride_k, wanted, rows, K, WIDE)
+        _store_columns(state, S2, vd, first + 64, stride_v, stride_k, wanted, rows, K, WIDE)
+        _store_columns(state, S3, vd, first + 96, stride_v, stride_k, wanted, rows, K, WIDE)
+    elif NARROW and BK == 64:
+        S0, S1 = halves(S)
+        _store_columns(state, S0, vd, first, stride_v, stride_k, wanted, rows, K, WIDE)
+        _store_columns(state, S1, vd, first + 32, stride_v, stride_k, wanted, rows, K, WIDE)
+    else:
+        _store_columns(state, S, vd, first, stride_v, stride_k, wanted, rows, K, WIDE)
+
+
+@triton.jit
 def store_state(
     state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, rows, K: tl.constexpr,
-    BK: tl.constexpr, NK: tl.constexpr, WIDE: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr = False,
 ):  # fmt: skip
-    """Writes the rows vd of a state of that many rows."""
-    kd = tl.arange(0, BK)
-    _store_tile(state, S0, vd, kd, stride_v, stride_k, wanted, rows, K, WIDE)
+    """Writes the rows vd of a state of that many rows; for NARROW see _store_tile."""
+    _store_tile(state, S0, vd, 0, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
     if NK > 1:
-        _store_tile(state, S1, vd, BK + kd, stride_v, stride_k, wanted, rows, K, WIDE)
+        _store_tile(state, S1, vd, BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
     if NK > 2:
-        _store_tile(state, S2, vd, 2 * BK + kd, stride_v, stride_k, wanted, rows, K, WIDE)
+        _store_tile(state, S2, vd, 2 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
     if NK > 3:
-        _store_tile(state, S3, vd, 3 * BK + kd, stride_v, stride_k, wanted, rows, K, WIDE)
+        _store_tile(state, S3, vd, 3 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
 
 
 @triton.jit
