@@ -215,9 +215,6 @@ def plan_gdn_gates(
     tokens, Hv = a.shape
     tensors = dict(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     pointers = {name: (facts.dtype, facts.aligned) for name, facts in tensors.items()}
-    for name in ("read_indices", "write_indices"):
-        # Loaded one by one. A column of indices, unaligned, is copied to where a graph has it.
-        pointers[name] = (pointers[name][0], False)
     launch = Launch(
         gates_kernel,
         grid=-(-tokens * Hv // _GATES_BLOCK),
