@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from torch_attn_tiers.cli.bench.gdn_cases import MODEL_CASES
 from torch_attn_tiers.cli.bench.gdn_decode_sides import CASES as STEP_CASES
 from torch_attn_tiers.cli.bench.report import best_sides, floor_ratio, number, wider_side
 
@@ -178,36 +179,67 @@ def _side_us(side: dict[str, Any] | None) -> str:
 
 
 def gdn_table(result: dict[str, Any]) -> str:
-    """`bench gdn`: every side of every case."""
+    """`bench gdn`: a row a case, a column for each side that was compared."""
     labels = result["peer_labels"]
-    header = ["case", "Hq/Hv", "side", "h", "floor", "time", "host", "error of out, state"]
+    compared = [
+        [side for side in row["sides"] if side["compared"]] for row in result["cases"]
+    ]  # not FlashInfer's kernel without its norms
+    names = dict.fromkeys((s["peer"], s["h"]) for sides in compared for s in sides)
+    forms = list(dict.fromkeys(h for _, h in names))
+    columns = sorted(names, key=lambda one: (forms.index(one[1]), one[0] is not None))
+    header = ["case", "Hq/Hv", "floor"]
+    for peer, h in columns:
+        header.append((labels[peer] if peer else "ours") + (f", {h}" if h else ""))
+    header += ["ours / best peer", "faster than all", "ours, host"]
     rows = []
-    for row in result["cases"]:
-        for side in row["sides"]:
-            own = side["peer"] is None
-            errors = side.get("errors", {}) if side["right"] else {}
-            rows.append(
-                [
-                    f"`{row['case']}`",
-                    f"{row['q_heads']}/{row['v_heads']}",
-                    f"ours, `{side['tier']}`" if own else labels[side["peer"]],
-                    side["h"] or "no",
-                    number(row["floor_us"], 1),
-                    _side_us(side),
-                    number(side.get("host_us"), 0),
-                    ", ".join(number(errors.get(name), 4) for name in ("out", "state")),
-                ]
-            )
+    for row, sides in zip(result["cases"], compared):
+        found = {(side["peer"], side["h"]): side for side in sides}
+        plain = found.get((None, None), {})
+        rows.append(
+            [
+                f"`{row['case']}`",
+                f"{row['q_heads']}/{row['v_heads']}",
+                number(row["floor_us"], 1),
+                *(_side_us(found.get(column)) for column in columns),
+                number(row["ratio"], 3),
+                _faster(row),
+                number(plain.get("host_us"), 0),
+            ]
+        )
+    errors = [
+        number(
+            max(
+                side["errors"][name] for sides in compared for side in sides if side["peer"] is None
+            ),
+            4,
+        )
+        for name in ("out", "state")
+    ]
     text = [_table(header, rows), ""]
     text.append(
-        f"Median microseconds of {result['repeats']} interleaved repeats. The floor is the time to"
-        f" copy the bytes in and out at the measured {result['copy_tb_per_s']:.2f} TB/s."
+        f"Median microseconds of {result['repeats']} interleaved repeats, with l2norm and exp in"
+        f" all of them. The floor is the time to copy the bytes in and out at the measured"
+        f" {result['copy_tb_per_s']:.2f} TB/s. Our largest relative errors: {errors[0]} (out) and"
+        f" {errors[1]} (state)."
     )
     summary = result["summary"]
     if summary["rows_with_ratio"]:
-        text.append(f"Ours / best peer of those measured: {summary['geometric_mean']:.3f}.")
+        text.append(
+            f"Ours / best peer of those measured: geometric mean {summary['geometric_mean']:.3f},"
+            f" worst row {summary['worst_ratio']:.3f}."
+        )
     text.append(_provenance(result))
     return "\n".join(text)
+
+
+def gdn_model_table(result: dict[str, Any]) -> str:
+    """The same for the heads of one model."""
+    cases = [row for row in result["cases"] if row["case"] in {c.name for c in MODEL_CASES}]
+    ratios = [row["ratio"] for row in cases if row["ratio"]]
+    summary = {"rows_with_ratio": len(ratios)}
+    if ratios:
+        summary |= {"geometric_mean": statistics.geometric_mean(ratios), "worst_ratio": max(ratios)}
+    return gdn_table({**result, "cases": cases, "summary": summary})
 
 
 def gdn_configs_table(result: dict[str, Any]) -> str:
@@ -366,15 +398,23 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_host_h200": decode_host_table,
     "decode_float8_h200": decode_float8_table,
     "gdn_h200": gdn_table,
+    "gdn_model_h200": gdn_model_table,
+    "gdn_fla_h200": gdn_table,
     "gdn_configs_h200": gdn_configs_table,
     "gdn_decode_h200": gdn_decode_table,
     "gdn_decode_configs_h200": gdn_decode_configs_table,
     "boundary_cpu": boundary_table,
     "gpu_tests_h200": tests_table,
     "gpu_tests_libraries_h200": tests_table,
+    "gpu_tests_gdn_h200": tests_table,
+    "gpu_tests_gdn_flashinfer_h200": tests_table,
 }
 #: Result files of the tables that are not named after theirs.
-FILES = {"decode_tiers_h200": "decode_h200", "decode_host_h200": "decode_h200"}
+FILES = {
+    "decode_tiers_h200": "decode_h200",
+    "decode_host_h200": "decode_h200",
+    "gdn_model_h200": "gdn_h200",
+}
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:

@@ -185,14 +185,26 @@ def test_gdn_tables(tables: ModuleType) -> None:
     side = {
         "side": "ours:triton", "peer": None, "h": None, "right": True, "tier": "triton",
         "median_us": 20.04, "host_us": 9.0, "errors": {"out": 0.002, "state": 0.001},
+        "compared": True,
     }  # fmt: skip
-    wrong = {**side, "side": "fla", "peer": "fla", "h": "compact", "right": False}
-    row = {"case": "1x8k", "q_heads": 1, "v_heads": 2, "floor_us": 3.0, "sides": [side, wrong]}
+    fla = {**side, "side": "fla", "peer": "fla", "median_us": 40.0}
+    wrong = {**fla, "side": "fla", "h": "compact", "right": False}
+    alone = {**fla, "side": "fla:kernel", "compared": False}
+    with_h = {**side, "h": "compact", "median_us": 30.0}
+    row = {"case": "1x8k", "q_heads": 1, "v_heads": 2, "floor_us": 3.0, "ratio": 0.501,
+           "faster": True, "sides": [side, fla, wrong, alone, with_h]}  # fmt: skip
     result = {**common, "cases": [row], "peer_labels": {"fla": "FLA"}, "repeats": 3,
               "copy_tb_per_s": 4.2, "summary": {"rows_with_ratio": 0}}  # fmt: skip
     lines = tables.gdn_table(result).splitlines()
-    assert lines[2] == "| `1x8k` | 1/2 | ours, `triton` | no | 3.0 | 20.0 | 9 | 0.0020, 0.0010 |"
-    assert lines[3] == "| `1x8k` | 1/2 | FLA | compact | 3.0 | - | 9 | -, - |"
+    assert lines[0] == (
+        "| case | Hq/Hv | floor | ours | FLA | ours, compact | FLA, compact | ours / best peer | "
+        "faster than all | ours, host |"
+    )
+    assert lines[2] == "| `1x8k` | 1/2 | 3.0 | 20.0 | 40.0 | 30.0 | - | 0.501 | yes | 9 |"
+    result["cases"].append({**row, "case": "2/8_1x8k", "ratio": 2.0})
+    lines = tables.gdn_model_table(result).splitlines()
+    assert len([line for line in lines if line.startswith("| `")]) == 1
+    assert "geometric mean 0.501, worst row 0.501" in "\n".join(lines)
 
     times = [
         ("prepare_kernel", "default", 5.0), ("scan_kernel", "default", 7.0),
