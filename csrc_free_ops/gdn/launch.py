@@ -537,7 +537,7 @@ def _plan_split(
             BLOCK=_SEGMENT_MAP_BLOCK, PRECISION="tf32x3" if device.is_nvidia else "ieee",
             NVIDIA=device.is_nvidia, PDL=device.has_pdl,
         ),
-        options=_options(device, 4, 1 + max(ahead, default=0)),
+        options=_options(device, 8, 1 + max(ahead, default=0)),
     )  # fmt: skip
     return Split(segment_map, make, chain, segments, (segments, Hv, V + K, K))
 

@@ -238,7 +238,11 @@ def chain_kernel(
     for _ in range(steps):
         M = maps + V * K
         maps += HV * MAP
-        T0, T1, T2, T3 = load_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
+        B0, B1, B2, B3 = load_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
+        T0 = tl.zeros([BV, BK], tl.float32)
+        T1 = T0
+        T2 = T0
+        T3 = T0
         T0, T1, T2, T3 = _add_products(S0, M, 0, T0, T1, T2, T3, K, BK, NK, PRECISION)
         if NK > 1:
             T0, T1, T2, T3 = _add_products(S1, M, 1, T0, T1, T2, T3, K, BK, NK, PRECISION)
@@ -246,5 +250,9 @@ def chain_kernel(
             T0, T1, T2, T3 = _add_products(S2, M, 2, T0, T1, T2, T3, K, BK, NK, PRECISION)
         if NK > 3:
             T0, T1, T2, T3 = _add_products(S3, M, 3, T0, T1, T2, T3, K, BK, NK, PRECISION)
-        S0, S1, S2, S3 = T0, T1, T2, T3
+        # Last, so that nothing waits for it.
+        S0 = T0 + B0
+        S1 = T1 + B1
+        S2 = T2 + B2
+        S3 = T3 + B3
         store_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, False)
