@@ -10,8 +10,8 @@ For each chunk of 64 tokens and each value head, with ``decay[t,s] = exp(g[s+1] 
 The diagonal of T is beta: W is stored without its own, which is a factor of each token in float32,
 so that what a token writes of its own value is rounded once. Two more factors are the decay since
 the start of the chunk and what Q S has in the outputs: scale, decay and, with ``qk_l2norm``, the
-norm of q. This last one is stored here, beside those of the decays kernel; the fourth place is
-empty. The normalised keys are stored as well: to make them again for each tile of V took the scan
+norm of q. All three of a token are stored side by side, where the decays kernel left rows of its
+own. The normalised keys are stored as well: to make them again for each tile of V took the scan
 half of its instructions.
 
 A program is one chunk of HEADS value heads, which share the tiles of a head of q and k. With four
@@ -316,7 +316,7 @@ def prepare_kernel(
     # tokens has no sign: what is added to the bits is zero, which the compiler does not know.
     since_start = since_start.to(tl.int32, bitcast=True) | (touched & (tokens >> 31))
     since_start = since_start.to(tl.float32, bitcast=True)
-    of_query_too = of_query[:, None] * since_start
+    of_state = of_query[:, None] * since_start  # the factor of Q S
     column = _pairs(C)
     for j in range(HEADS):
         h = first_h + j
@@ -344,7 +344,7 @@ def prepare_kernel(
         tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
 
     # Side by side for each token, in one store: of memory that is written in part the rest is read.
-    fours = tl.join(tl.join(since_start, of_query_too), tl.join(own, tl.zeros_like(own)))
+    fours = tl.join(tl.join(since_start, of_state), tl.join(own, tl.zeros_like(own)))
     at = vectors + (of_heads * (4 * C) + 4 * r[:, None])[:, :, None, None]
     at += tl.arange(0, 2)[None, None, :, None] * 2 + tl.arange(0, 2)[None, None, None, :]
     tl.debug_barrier()  # all warps have read the rows
