@@ -60,6 +60,13 @@ def _read_tile(
     return KS, QS, k_tile
 
 
+@triton.jit
+def _store_output(out, O, vd, r, token_ok, HV: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr):
+    """Writes a chunk's outputs, of which O has columns vd as rows."""
+    at = out + offsets(vd, 1, r, HV * V, WIDE)
+    tl.store(at, O.to(out.dtype.element_ty), mask=token_ok[None, :] & (vd < V)[:, None])
+
+
 @triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
 def scan_kernel(
     q, k, v,
@@ -242,12 +249,13 @@ def scan_kernel(
         D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
         O = QS * of_query[None, :]
         O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
+        if BV > 32:  # the other way round programs of 32 columns are faster, those of 64 slower
+            _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
         S0, S1, S2, S3 = update_state(
             S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk[:, None], NK, TWO_TERMS, PRECISION
         )
-        tile_at = out + offsets(vd, 1, r, HV * V, WIDE)
-        out_ok = token_ok[None, :] & (vd < V)[:, None]
-        tl.store(tile_at, O.to(out.dtype.element_ty), mask=out_ok)
+        if BV <= 32:
+            _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
 
         if H_LAYOUT == 2:
             wanted = (m * C + C <= length) & (h_row + m < rows)
