@@ -135,6 +135,14 @@ def test_configuration_that_would_compute_something_else(
         plan(config=config)
 
 
+def test_three_heads_are_no_program() -> None:
+    """Triton's tiles have sizes that are powers of two."""
+    config = default_config(128, 128, 3, torch.bfloat16, H200)
+    assert config.heads == 1
+    with pytest.raises(ValueError, match="config.heads is 3; it must be a divisor of 3 and a power"):
+        plan(Hv=6, Hq=2, config=config._replace(heads=3))
+
+
 def test_few_keys_are_one_tile() -> None:
     q = contiguous_facts((1, 150, 1, 32), torch.bfloat16)
     gate = contiguous_facts((1, 150, 1), torch.float32)

@@ -36,7 +36,7 @@ class GdnConfig(NamedTuple):
 
     prepare_bk: int  # columns of q and k at a time in prepare
     prepare_warps: int
-    heads: int  # value heads of a program of prepare, a divisor of those of a head of q and k
+    heads: int  # value heads of a program of prepare: a power of two that divides those of a q head
     bk: int  # columns of a tile of S^T in the scan
     bv: int  # its rows: columns of S that a program of the scan keeps
     scan_warps: int
@@ -94,7 +94,10 @@ def check_config(
         if not is_right:
             raise ValueError(f"config.{name} is {getattr(config, name)}; it must be {rule}")
 
-    check("heads", 0 < config.heads <= group and group % config.heads == 0, f"a divisor of {group}")
+    # A power of two: as a dimension of prepare's tiles.
+    is_divisor = 0 < config.heads <= group and group % config.heads == 0
+    is_divisor &= config.heads == next_power_of_2(config.heads)
+    check("heads", is_divisor, f"a divisor of {group} and a power of two")
     for name in ("prepare_bk", "bk", "bv"):
         size = getattr(config, name)
         check(name, size == _pow2(size), "a power of two from 16 on")
