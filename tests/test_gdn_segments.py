@@ -139,7 +139,7 @@ def test_three_heads_are_no_program() -> None:
     """Triton's tiles have sizes that are powers of two."""
     config = default_config(128, 128, 3, torch.bfloat16, H200)
     assert config.heads == 1
-    with pytest.raises(ValueError, match="config.heads is 3; it must be a divisor of 3 and a power"):
+    with pytest.raises(ValueError, match="is 3; it must be a divisor of 3 and a power of two"):
         plan(Hv=6, Hq=2, config=config._replace(heads=3))
 
 
