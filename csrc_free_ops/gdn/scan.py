@@ -210,9 +210,9 @@ def scan_kernel(
         else:
             W = tl.load(weights + r[:, None] * C + r[None, :])
             U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
-        values = load_values(v, vd, r, token_ok, v_stride_d, v_stride_t, V, BV, WIDE)
+        values = load_values(v, vd, r, token_ok, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT)
         if not BY_PRODUCT:
-            values = as_accumulator(values, r, False)
+            values = as_accumulator(values, False)
 
         KS = tl.zeros([BV, C], tl.float32)
         QS = tl.zeros([BV, C], tl.float32)
@@ -241,7 +241,7 @@ def scan_kernel(
 
         since_start, own, of_query = load_factors(vectors, r, C)
         if BY_PRODUCT:  # late: as an accumulator it takes registers
-            values = as_accumulator(values, r, True)
+            values = as_accumulator(values, True)
         exact = values - since_start[None, :] * KS
         # An operand of products: so that it is loaded chunks ahead, of_chunk must be part of it.
         exact = made_of(exact, of_chunk[:, None], NVIDIA)

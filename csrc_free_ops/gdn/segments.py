@@ -143,8 +143,8 @@ def segment_kernel(
         else:
             W = tl.load(weights + r[:, None] * C + r[None, :])
         wanted = (r < C) & (tile < V_TILES)
-        values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, V, BV, WIDE)
-        values = as_accumulator(values, r, BY_PRODUCT)
+        values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT)
+        values = as_accumulator(values, BY_PRODUCT)
 
         KS = tl.zeros([BV, C], tl.float32)
         KS, k0 = _read_tile(

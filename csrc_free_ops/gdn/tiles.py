@@ -149,26 +149,35 @@ def load_factors(vectors, r, C: tl.constexpr):
 
 @triton.jit
 def load_values(
-    v, vd, r, token_ok, stride_d, stride_t, V: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr
+    v, vd, r, token_ok, stride_d, stride_t, V: tl.constexpr, BV: tl.constexpr, WIDE: tl.constexpr,
+    BY_PRODUCT: tl.constexpr,
 ):  # fmt: skip
-    """Columns vd of a chunk's v as rows; zero where there are none."""
-    wanted = token_ok[None, :]
-    if V % BV != 0:
-        wanted &= (vd < V)[:, None]
-    return tl.load(v + offsets(vd, stride_d, r, stride_t, WIDE), mask=wanted, other=0.0)
+    """Columns vd of a chunk's v, zero where there are none; as rows but BY_PRODUCT."""
+    if BY_PRODUCT:
+        values = load_rows(v, r, vd, token_ok, stride_t, stride_d, V, BV, WIDE)
+    else:
+        wanted = token_ok[None, :]
+        if V % BV != 0:
+            wanted &= (vd < V)[:, None]
+        values = tl.load(v + offsets(vd, stride_d, r, stride_t, WIDE), mask=wanted, other=0.0)
+    return values
 
 
 @triton.jit
-def as_accumulator(values, r, BY_PRODUCT: tl.constexpr):
-    """The same in float32.
+def as_accumulator(values, BY_PRODUCT: tl.constexpr):
+    """The columns that were loaded, as rows in float32.
 
-    BY_PRODUCT (of 16 bits): times the identity, which changes no bit. Only operands of products are
-    copied to shared memory chunks ahead and come from there in the layout of accumulators.
+    BY_PRODUCT (of 16 bits): the identity times them, which changes no bit. Only operands of
+    products are copied to shared memory chunks ahead and come from there in the layout of
+    accumulators. What is not finite stays with its token.
     """
     if BY_PRODUCT:
-        identity = tl.where(r[:, None] == r[None, :], 1.0, 0.0).to(values.dtype)
-        return tl.dot(values, identity)
-    return values.to(tl.float32)
+        n = tl.arange(0, values.shape[1])
+        identity = tl.where(n[:, None] == n[None, :], 1.0, 0.0).to(values.dtype)
+        values = tl.dot(identity, tl.trans(values))
+    else:
+        values = values.to(tl.float32)
+    return values
 
 
 @triton.jit
