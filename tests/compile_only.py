@@ -245,6 +245,7 @@ GDN = (
         {"sequences": 1, "pool": PoolIndices(*[torch.int64] * 4)},
     ),
     (torch.float16, 2, 8, 64, 40, "compact", {"sequences": 1, "cu_seqlens_dtype": None}),
+    (torch.bfloat16, 2, 6, 64, 128, "compact", {"qk_l2norm": True, "sequences": 1}),
     (torch.bfloat16, 2, 4, 256, 256, None, {"sequences": 1}),
     (torch.float32, 4, 4, 256, 256, None, {"sequences": 1}),
     (torch.float32, 2, 4, 32, 40, "fla", {"sequences": 1, "initial_state": None}),

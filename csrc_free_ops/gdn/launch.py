@@ -132,8 +132,9 @@ def shared_memory_bound(config: GdnConfig, K: int, dtype: torch.dtype) -> int:
     if config.scan_stages > 1:
         ahead = (config.scan_stages - 1) * (2 * keys + weights)
         made = 2 * keys + 2 * C * config.bv + 2 * config.bv * config.bk
-        if config.bv > 32:  # the identity that v is multiplied by, and columns of h
+        if config.bv > 32:  # the identity that v is multiplied by, columns of h, and v itself
             made += C * C + 2 * config.bv * min(config.bk, 32)
+            made += config.scan_stages * C * config.bv if config.v_ahead else 0
         scan = ahead + made + 1024
     elif dtype.itemsize == 2:  # operands stay until the end of a chunk
         scan = keys + C * config.bk + weights
