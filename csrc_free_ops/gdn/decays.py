@@ -16,6 +16,10 @@ from csrc_free_ops.gdn.chunk_map import (
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Gates below this count as this. Where the others do not overflow, with no more than exp(88) before
+# and after it, the decay over such a token is zero in float32 either way. In sums from a chunk's
+# start a larger one would lose the gates beside it, and -inf would leave NaN in their differences.
+LOWEST_GATE = tl.constexpr(-300.0)
 
 
 @triton.jit
@@ -73,6 +77,8 @@ def decays_kernel(
     gate = tl.load(g + t * g_stride_t + h * g_stride_h, mask=inside, other=0.0)
     strength = tl.load(beta + t * beta_stride_t + h * beta_stride_h, mask=inside, other=0.0)
     strength = strength.to(tl.float32)
+    gate = gate.to(tl.float32)
+    gate = tl.where(gate < LOWEST_GATE, LOWEST_GATE, gate)  # unlike a maximum it keeps NaN
     # In float64: decays are differences of these sums, and small gates follow large ones.
     gate = gate.to(tl.float64) * LOG2E
     upto = tl.cumsum(gate, 0)

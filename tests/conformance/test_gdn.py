@@ -187,6 +187,17 @@ def forgetting_at_once_then_slowly(make: Make) -> GdnCall:
 
 
 @case
+def forgetting_all(make: Make) -> GdnCall:
+    """Gates whose exponential is zero, as of a runtime that begins anew within a sequence."""
+    call = prompts(make(), [130])
+    g = call.tensors["g"]
+    assert g is not None
+    t = torch.arange(130, device=g.device)[None, :, None]
+    g = torch.where(t % 64 == 20, -1e9, g)  # -inf in float16
+    return call.with_(g=torch.where(t % 64 == 40, -torch.inf, g))
+
+
+@case
 def gates_slightly_positive(make: Make) -> GdnCall:
     call = prompts(make(), [130])
     return call.with_(g=call.tensors["g"].abs() / 100)  # type: ignore[union-attr]
