@@ -127,6 +127,8 @@ def test_unknown_layout_is_an_error() -> None:
 def test_wrong_shapes_are_the_operators_error() -> None:
     with pytest.raises(ValueError, match="q has shape"):
         call(TENSORS[0][0], *TENSORS[1:], output_h=True)
+    with pytest.raises(TypeError, match="q is None"):
+        call(None, *TENSORS[1:], output_h=True)
 
 
 # ------------------------------------------------------------------------------------- h_layout

@@ -336,6 +336,8 @@ WRONG = {
     "tensors_on_two_devices": Wrong(("k is on meta",), {"k": GOOD["k"].to("meta")}),
     "scale_not_finite": Wrong(("scale", "finite"), {}, {"scale": float("inf")}),
     "scale_not_a_number": Wrong(("scale", "finite"), {}, {"scale": float("nan")}),
+    "scale_beyond_float32": Wrong(("scale", "1e+39", "float32"), {}, {"scale": 1e39}),
+    "scale_below_float32": Wrong(("scale", "-1e-46", "float32"), {}, {"scale": -1e-46}),
     "no_such_tier": Wrong(("tier", "fast", "reference"), {}, {"tier": "fast"}),
     "negative_rows_of_h": Wrong(("total_chunks", "-1"), {}, {"total_chunks": -1}, "h_fla"),
     "h_in_integers": Wrong(

@@ -321,6 +321,7 @@ WRONG = {
     ),
     "tensors_on_two_devices": Wrong(("k is on meta",), {"k": GOOD["k"].to("meta")}),
     "scale_not_finite": Wrong(("scale", "finite"), {}, {"scale": float("inf")}),
+    "scale_beyond_float32": Wrong(("scale", "1e+39", "float32"), {}, {"scale": 1e39}),
     "no_such_tier": Wrong(("tier", "fast", "triton, reference"), {}, {"tier": "fast"}),
     "no_state": Wrong(("state is None",), {"state": None}, error=TypeError),
 }

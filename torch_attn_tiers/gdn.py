@@ -130,7 +130,7 @@ def gdn_chunk_prefill(
     if h_layout is None:
         # index(): a size that is a symbol becomes a number, on which the graph then depends.
         # Of a wrong call any layout will do: the operator says what is wrong.
-        well_formed = q.dim() == 4 and v.dim() == 4
+        well_formed = all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, v))
         h_layout = (
             _layout_of_model(
                 q.device,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch_attn_tiers.tier import tier_names
 #: Dtypes of the tokens, gates and states of the gated delta net.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FLOAT_NAMES = "float16, bfloat16 or float32"
+#: Scales and softcaps between which they, their reciprocals and their products with log2(e) are
+#: neither zero nor infinite in float32, on devices that flush subnormal numbers too.
+LEAST, MOST = 2.0**-126, 2.0**127
 
 
 def require(condition: bool | torch.SymBool, message: str) -> None:
@@ -123,6 +127,22 @@ def _span(tensor: Tensor) -> tuple[int, int]:
     elements = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
     begin = tensor.data_ptr()
     return begin, begin + elements * tensor.element_size()
+
+
+def require_number_of_float32(op: str, name: str, value: float | None, default: str) -> None:
+    """``ValueError`` unless ``value`` is None, zero, or finite and a normal number in float32.
+
+    A kernel gets it as a float32: an infinite one would leave NaN where another tier has none.
+    """
+    require(
+        value is None or -math.inf < value < math.inf,
+        f"{op}: {name}={value}; it must be finite (None is {default})",
+    )
+    require(
+        value is None or value == 0 or LEAST <= abs(value) <= MOST,
+        f"{op}: {name}={value}; what is computed in float32 needs 0.0 or a size between "
+        f"{LEAST:.2g} and {MOST:.2g}",
+    )
 
 
 def require_scale(op: str, name: str, scale: Tensor, heads: int | torch.SymInt) -> None:

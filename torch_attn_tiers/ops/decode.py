@@ -64,6 +64,8 @@ from csrc_free_ops.facts import (
 )
 from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, is_capturing, known
 from torch_attn_tiers.ops.checks import (
+    LEAST,
+    MOST,
     layout,
     require,
     require_dense,
@@ -99,10 +101,6 @@ _MASKS = (
     torch.int8, torch.int16, torch.int32, torch.int64,
     torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
-
-#: Scales and softcaps between which they, their reciprocals and their products with log2(e) are
-#: neither zero nor infinite in float32, on devices that flush subnormal numbers too.
-_LEAST, _MOST = 2.0**-126, 2.0**127
 
 
 class Tensors(NamedTuple):
@@ -407,11 +405,11 @@ def _check_scalars(op: str, scalars: Scalars, dtype: torch.dtype) -> None:
     if dtype is not torch.float64:
         rule = (
             f"logits of {dtype_name(dtype)} queries are computed in float32, it must be between "
-            f"{_LEAST:.2g} and {_MOST:.2g}"
+            f"{LEAST:.2g} and {MOST:.2g}"
         )
-        require(scale is None or _LEAST <= scale <= _MOST, f"{op}: scale={scale}; {rule}")
+        require(scale is None or LEAST <= scale <= MOST, f"{op}: scale={scale}; {rule}")
         require(
-            softcap == 0 or _LEAST <= softcap <= _MOST,
+            softcap == 0 or LEAST <= softcap <= MOST,
             f"{op}: softcap={softcap}; {rule}, or 0 for none",
         )
     for name in ("left_window_size", "right_window_size"):

@@ -72,6 +72,7 @@ from torch_attn_tiers.ops.checks import (
     require_dense,
     require_floats,
     require_integers,
+    require_number_of_float32,
     require_same_device,
     require_shape,
     require_tier,
@@ -243,11 +244,8 @@ def _check_shapes(
 
 
 def _check_scalars(op: str, scalars: Scalars) -> None:
-    scale, h_dtype = scalars.scale, scalars.h_dtype
-    require(
-        scale is None or -math.inf < scale < math.inf,
-        f"{op}: scale={scale}; it must be finite (None is K**-0.5)",
-    )
+    h_dtype = scalars.h_dtype
+    require_number_of_float32(op, "scale", scalars.scale, "K**-0.5")
     if h_dtype is not None:
         require_type(
             h_dtype in FLOATS,

@@ -72,6 +72,7 @@ from torch_attn_tiers.ops.checks import (
     require_dense,
     require_floats,
     require_integers,
+    require_number_of_float32,
     require_same_device,
     require_shape,
     require_tier,
@@ -142,11 +143,7 @@ def _check(op: str, tensors: Tensors, scalars: Scalars) -> None:
     _check_shapes(op, named, scalars)
     if op != OP:
         require_writable(op, "state", tensors.state)
-    scale = scalars.scale
-    require(
-        scale is None or -math.inf < scale < math.inf,
-        f"{op}: scale={scale}; it must be finite (None is K**-0.5)",
-    )
+    require_number_of_float32(op, "scale", scalars.scale, "K**-0.5")
     require_tier(op, OP, scalars.tier)
 
 
