@@ -380,7 +380,7 @@ def plan_gdn(
             HAS_ORDER=has_order,
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
-        boxes={"q": (C, config.bk), **boxes} if boxes else boxes,
+        boxes={**boxes, "q": (C, config.bk), "weights": (2 * C, C)} if boxes else boxes,
     )  # fmt: skip
     split = None
     if is_split:

@@ -23,7 +23,7 @@ from csrc_free_ops.gdn.chunk_map import (
     sequence_bounds,
     wait_for_earlier_kernels,
 )
-from csrc_free_ops.gdn.prepare import load_rows, offsets
+from csrc_free_ops.gdn.prepare import halves, join_halves, load_rows, offsets
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
     load_factors,
@@ -205,8 +205,7 @@ def scan_kernel(
         # What does not depend on S.
         of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
         if BOXED:
-            W = weights.load([weights_row, 0])
-            U = weights.load([weights_row + C, 0])
+            both = weights.load([weights_row, 0])  # W above U
         else:
             W = tl.load(weights + r[:, None] * C + r[None, :])
             U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
@@ -245,10 +244,14 @@ def scan_kernel(
         exact = values - since_start[None, :] * KS
         # An operand of products: so that it is loaded chunks ahead, of_chunk must be part of it.
         exact = made_of(exact, of_chunk[:, None], NVIDIA)
-        R = exact.to(W.dtype)
-        D = tl.dot(R, tl.trans(W), own[None, :] * exact, input_precision=PRECISION)
+        R = exact.to(k0.dtype)
+        D = own[None, :] * exact
         O = QS * of_query[None, :]
-        O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
+        if BOXED:  # one product of twice the columns, and one wait
+            D, O = halves(tl.dot(R, tl.trans(both), join_halves(D, O)))
+        else:
+            D = tl.dot(R, tl.trans(W), D, input_precision=PRECISION)
+            O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
         if BV > 32:  # the other way round programs of 32 columns are faster, those of 64 slower
             _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
         S0, S1, S2, S3 = update_state(
