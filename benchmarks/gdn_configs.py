@@ -134,19 +134,21 @@ def main() -> None:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def parse(text: str) -> GdnConfig | None:
+def parse(case: GdnCase, text: str) -> GdnConfig | None:
     """The configuration that a text stands for; None is what the shapes of a case lead to."""
     if text == "default":
         return None
     facts = device_facts(environment.default_device())
-    config = default_config(HEAD_SIZE, HEAD_SIZE, 2, torch.bfloat16, facts)
+    config = default_config(
+        HEAD_SIZE, HEAD_SIZE, case.v_heads // case.q_heads, torch.bfloat16, facts
+    )
     fields = dict(pair.split("=") for pair in text.split(","))
     return config._replace(**{name: int(value) for name, value in fields.items()})
 
 
 def is_split(case: GdnCase) -> bool:
     """Whether the default configuration splits sequences."""
-    return plan_for(case, parse("default")).split is not None
+    return plan_for(case, parse(case, "default")).split is not None
 
 
 def configs_for(case: GdnCase) -> list[str]:
@@ -175,7 +177,7 @@ def build(job: tuple[GdnCase, str, bool]) -> str | None:
     """Compiles the kernels of a configuration into Triton's cache; returns what went wrong."""
     case, text, qk_l2norm = job
     try:
-        plan_for(case, parse(text), qk_l2norm).compile()
+        plan_for(case, parse(case, text), qk_l2norm).compile()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
@@ -186,7 +188,7 @@ class Prepared:
 
     def __init__(self, inputs: GdnInputs, text: str, qk_l2norm: bool) -> None:
         self.text = text
-        plan = plan_for(inputs.case, parse(text), qk_l2norm)
+        plan = plan_for(inputs.case, parse(inputs.case, text), qk_l2norm)
         self.results: list[torch.Tensor] = []
         self.sets = [self._launches(plan, inputs, i) for i in range(inputs.sets)]
         # Equal for equal launches: of one specialization there may be several.

@@ -24,7 +24,13 @@ from typing import Any
 
 from torch_attn_tiers.cli.bench.gdn_cases import MODEL_CASES
 from torch_attn_tiers.cli.bench.gdn_decode_sides import CASES as STEP_CASES
-from torch_attn_tiers.cli.bench.report import best_sides, floor_ratio, number, wider_side
+from torch_attn_tiers.cli.bench.report import (
+    best_sides,
+    floor_ratio,
+    number,
+    summarize,
+    wider_side,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NOT_MEASURED = "not measured yet"
@@ -181,9 +187,8 @@ def _side_us(side: dict[str, Any] | None) -> str:
 def gdn_table(result: dict[str, Any]) -> str:
     """`bench gdn`: a row a case, a column for each side that was compared."""
     labels = result["peer_labels"]
-    compared = [
-        [side for side in row["sides"] if side["compared"]] for row in result["cases"]
-    ]  # not FlashInfer's kernel without its norms
+    # Not FlashInfer's kernel without its norms.
+    compared = [[s for s in row["sides"] if s["compared"]] for row in result["cases"]]
     names = dict.fromkeys((s["peer"], s["h"]) for sides in compared for s in sides)
     forms = list(dict.fromkeys(h for _, h in names))
     columns = sorted(names, key=lambda one: (forms.index(one[1]), one[0] is not None))
@@ -206,14 +211,9 @@ def gdn_table(result: dict[str, Any]) -> str:
                 number(plain.get("host_us"), 0),
             ]
         )
+    ours = [s["errors"] for sides in compared for s in sides if s["peer"] is None and s["right"]]
     errors = [
-        number(
-            max(
-                side["errors"][name] for sides in compared for side in sides if side["peer"] is None
-            ),
-            4,
-        )
-        for name in ("out", "state")
+        number(max((one[name] for one in ours), default=None), 4) for name in ("out", "state")
     ]
     text = [_table(header, rows), ""]
     text.append(
@@ -235,11 +235,7 @@ def gdn_table(result: dict[str, Any]) -> str:
 def gdn_model_table(result: dict[str, Any]) -> str:
     """The same for the heads of one model."""
     cases = [row for row in result["cases"] if row["case"] in {c.name for c in MODEL_CASES}]
-    ratios = [row["ratio"] for row in cases if row["ratio"]]
-    summary = {"rows_with_ratio": len(ratios)}
-    if ratios:
-        summary |= {"geometric_mean": statistics.geometric_mean(ratios), "worst_ratio": max(ratios)}
-    return gdn_table({**result, "cases": cases, "summary": summary})
+    return gdn_table({**result, "cases": cases, "summary": summarize(cases)})
 
 
 def gdn_configs_table(result: dict[str, Any]) -> str:

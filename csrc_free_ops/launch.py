@@ -14,6 +14,7 @@ import torch
 import triton
 from triton import knobs
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from csrc_free_ops.facts import DeviceFacts
 
@@ -169,8 +170,6 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> Iterable[Any]:
 
 def _descriptor(x: torch.Tensor | _StandIn, box: tuple[int, int]) -> Any:
     """Triton's descriptor of a matrix, or one to compile with."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
     shape, strides = (box, (box[1], 1)) if isinstance(x, _StandIn) else (x.shape, x.stride())
     return TensorDescriptor(x, list(shape), list(strides), list(box))
 

@@ -291,7 +291,6 @@ def test_what_is_no_chain_of_hooks_is_left_to_triton(
 
 def test_descriptors_are_made_anew_of_each_tensor(streams: None) -> None:
     """Without Triton's checks, which would take longer than the launch; with all that it sets."""
-    pytest.importorskip("triton.tools.tensor_descriptor")
     x = torch.zeros(8, 64, dtype=torch.bfloat16)
     example = launch_module._descriptor(launch_module._StandIn(torch.bfloat16, True), (4, 32))
     plain = launch_module._StandIn(torch.bfloat16, True)

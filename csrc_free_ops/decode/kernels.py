@@ -46,7 +46,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from csrc_free_ops.prefetch import prefetch_lines
+from csrc_free_ops.prefetch import prefetch_rows
 
 LOG2E = tl.constexpr(1.4426950408889634)
 MOST_LOGIT = tl.constexpr(2.35e38)  # times LOG2E it is below the largest float32
@@ -346,16 +346,6 @@ def _base(b, head, stride_b, stride_h):
 
 
 @triton.jit
-def _prefetch_rows(rows, count, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Asks for the first ``BLOCK`` of ``count`` rows of SIZE elements to come to the L2."""
-    LINE: tl.constexpr = 128 * 8 // rows.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2((SIZE + LINE - 1) // LINE)
-    row = tl.minimum(tl.arange(0, BLOCK), count - 1).to(tl.int64)
-    column = tl.minimum(tl.arange(0, LINES) * LINE, SIZE - 1)
-    prefetch_lines(rows + row[:, None] * stride + column[None, :])
-
-
-@triton.jit
 def _load_columns(ptrs, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """A tile of rows of SIZE elements, zero-padded to BLOCK columns."""
     if SIZE == BLOCK:
@@ -583,8 +573,9 @@ def split_kv_kernel(
         if ONE_TILE and HAS_LENGTHS:
             # The only tile is on its way to the L2 while the length is.
             V_SIZE: tl.constexpr = DV // 2 if V_WORDS else DV
-            _prefetch_rows(key + k_base, capacity, k_stride_t, D, BLOCK_N)
-            _prefetch_rows(value + v_base, capacity, v_stride_t, V_SIZE, BLOCK_N)
+            rows = tl.minimum(tl.arange(0, BLOCK_N), capacity - 1)
+            prefetch_rows(key + k_base, rows, k_stride_t, 1, D)
+            prefetch_rows(value + v_base, rows, v_stride_t, 1, V_SIZE)
 
     # ---- Which tiles: positions [begin, end); position i is key tile i + shift of the task.
     if BALANCED:

@@ -26,7 +26,7 @@ from csrc_free_ops.gdn.chunk_map import (
     tokens_of_chunk,
     wait_for_earlier_kernels,
 )
-from csrc_free_ops.prefetch import prefetch_lines
+from csrc_free_ops.prefetch import prefetch_rows
 
 
 @triton.jit
@@ -227,15 +227,6 @@ def _products(
 
 
 @triton.jit
-def _prefetch_rows(x, rows, stride_t, stride_d, K: tl.constexpr):
-    """Asks for rows of K columns to come to the L2."""
-    LINE: tl.constexpr = 128 * 8 // x.dtype.element_ty.primitive_bitwidth
-    LINES: tl.constexpr = triton.next_power_of_2((K + LINE - 1) // LINE)
-    columns = tl.minimum(tl.arange(0, LINES) * LINE, K - 1)
-    prefetch_lines(x + offsets(rows, stride_t, columns, stride_d, True))
-
-
-@triton.jit
 def _pairs(n: tl.constexpr):
     """0 to n - 1, joined from the even and the odd numbers.
 
@@ -285,8 +276,8 @@ def prepare_kernel(
     touched |= tl.load(rows_at + C).to(tl.int32, bitcast=True)
     if NVIDIA:
         later = tl.minimum(ahead + r, tokens - 1 - first)
-        _prefetch_rows(q, later, q_stride_t, q_stride_d, K)
-        _prefetch_rows(k, later, k_stride_t, k_stride_d, K)
+        prefetch_rows(q, later, q_stride_t, q_stride_d, K)
+        prefetch_rows(k, later, k_stride_t, k_stride_d, K)
     d = tl.arange(0, BK)
     k_tile = load_rows(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
     q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
