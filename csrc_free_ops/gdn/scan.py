@@ -26,6 +26,7 @@ from csrc_free_ops.gdn.chunk_map import (
 from csrc_free_ops.gdn.prepare import halves, join_halves, load_rows, offsets
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
+    keys_of_chunks,
     load_factors,
     load_given_state,
     load_keys,
@@ -46,13 +47,12 @@ def _read_tile(
 ):  # fmt: skip
     """Adds the share of the n-th BK columns of S^T to (K S)^T and (Q S)^T; also returns the tile of
     k."""
+    k_tile = load_keys(k, k_row, r, n, token_ok, k_stride_t, k_stride_d, K, BK, PADDED, WIDE, BOXED)
     if BOXED:
         # Rows behind the sequence's last token are of another one. They stay among themselves.
-        k_tile = k.load([k_row, n * BK])
         q_tile = q.load([q_row, q_column + n * BK])
     else:
         d = n * BK + tl.arange(0, BK)
-        k_tile = load_keys(k, r, d, token_ok, k_stride_t, k_stride_d, K, BK, PADDED, WIDE)
         q_tile = load_rows(q, r, d, token_ok, q_stride_t, q_stride_d, K, BK, WIDE)
     S = S.to(k_tile.dtype)
     KS = tl.dot(S, tl.trans(k_tile), KS, input_precision=PRECISION)
@@ -150,12 +150,10 @@ def scan_kernel(
     else:
         q += row * q_stride_b + q_head * q_stride_h + begin * q_stride_t
         weights += (first_chunk * HV + v_head) * (2 * C * C)
-        if L2NORM:
-            k = keys + (first_chunk * HQ + q_head) * (C * K)
-            k_stride_t = K
-            k_stride_d = 1
-        else:
-            k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
+        k, k_stride_t, k_stride_d, k_step = keys_of_chunks(
+            k, keys, row, q_head, begin, first_chunk, k_stride_b, k_stride_t, k_stride_h,
+            k_stride_d, HQ, C, K, L2NORM,
+        )  # fmt: skip
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     out += ((row * tokens + begin) * HV + v_head) * V
     vectors += (first_chunk * HV + v_head) * (4 * C)
@@ -276,7 +274,7 @@ def scan_kernel(
             weights_row += HV * 2 * C
         else:
             q += C * q_stride_t
-            k += C * k_stride_t * (HQ if L2NORM else 1)
+            k += k_step
             weights += HV * 2 * C * C
         v += C * v_stride_t
         out += C * HV * V

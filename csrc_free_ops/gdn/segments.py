@@ -21,6 +21,7 @@ from csrc_free_ops.gdn.chunk_map import (
 )
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
+    keys_of_chunks,
     load_factors,
     load_given_state,
     load_keys,
@@ -39,11 +40,7 @@ def _read_tile(
     PRECISION: tl.constexpr, WIDE: tl.constexpr, BOXED: tl.constexpr,
 ):  # fmt: skip
     """Adds the share of the n-th BK columns of S^T to (K S)^T; also returns the tile of k."""
-    if BOXED:
-        k_tile = k.load([k_row, n * BK])
-    else:
-        d = n * BK + tl.arange(0, BK)
-        k_tile = load_keys(k, r, d, r >= 0, stride_t, stride_d, K, BK, True, WIDE)
+    k_tile = load_keys(k, k_row, r, n, r >= 0, stride_t, stride_d, K, BK, True, WIDE, BOXED)
     return tl.dot(S.to(k_tile.dtype), tl.trans(k_tile), KS, input_precision=PRECISION), k_tile
 
 
@@ -126,12 +123,10 @@ def segment_kernel(
         k = keys
     else:
         weights += (first_chunk * HV + v_head) * (2 * C * C)
-        if L2NORM:
-            k = keys + (first_chunk * HQ + q_head) * (C * K)
-            k_stride_t = K
-            k_stride_d = 1
-        else:
-            k += row * k_stride_b + q_head * k_stride_h + begin * k_stride_t
+        k, k_stride_t, k_stride_d, k_step = keys_of_chunks(
+            k, keys, row, q_head, begin, first_chunk, k_stride_b, k_stride_t, k_stride_h,
+            k_stride_d, HQ, C, K, L2NORM,
+        )  # fmt: skip
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     vectors += (first_chunk * HV + v_head) * (4 * C)
 
@@ -176,7 +171,7 @@ def segment_kernel(
             k_row += HQ * C
             weights_row += HV * 2 * C
         else:
-            k += C * k_stride_t * (HQ if L2NORM else 1)
+            k += k_step
             weights += HV * 2 * C * C
         v += C * v_stride_t
         vectors += HV * 4 * C

@@ -122,12 +122,35 @@ def store_state(
 
 
 @triton.jit
-def load_keys(
-    k, r, d, token_ok, stride_t, stride_d, K: tl.constexpr, BK: tl.constexpr,
-    PADDED: tl.constexpr, WIDE: tl.constexpr,
+def keys_of_chunks(
+    k, keys, row, q_head, begin, first_chunk, stride_b, stride_t, stride_h, stride_d,
+    HQ: tl.constexpr, C: tl.constexpr, K: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
-    """Columns d of a chunk's keys. PADDED: k has rows for all tokens of the chunk."""
-    if PADDED and K % BK == 0:
+    """Where the keys of chunks from ``first_chunk`` on lie, whose first token is ``begin``: as
+    prepare has stored them with L2NORM, else in k. Also strides of tokens and columns, and the step
+    from one chunk to the next."""
+    if L2NORM:
+        at = keys + (first_chunk * HQ + q_head) * (C * K)
+        stride_t = K
+        stride_d = 1
+        step = C * K * HQ
+    else:
+        at = k + row * stride_b + q_head * stride_h + begin * stride_t
+        step = C * stride_t
+    return at, stride_t, stride_d, step
+
+
+@triton.jit
+def load_keys(
+    k, k_row, r, n: tl.constexpr, token_ok, stride_t, stride_d, K: tl.constexpr, BK: tl.constexpr,
+    PADDED: tl.constexpr, WIDE: tl.constexpr, BOXED: tl.constexpr,
+):  # fmt: skip
+    """The n-th BK columns of a chunk's keys. PADDED: k has rows for all tokens of the chunk. BOXED:
+    it is a descriptor, and they are the rows from ``k_row`` on."""
+    d = n * BK + tl.arange(0, BK)
+    if BOXED:
+        k_tile = k.load([k_row, n * BK])
+    elif PADDED and K % BK == 0:
         k_tile = tl.load(k + offsets(r, stride_t, d, stride_d, WIDE))
     else:
         k_tile = load_rows(k, r, d, token_ok | PADDED, stride_t, stride_d, K, BK, WIDE)
