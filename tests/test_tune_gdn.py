@@ -70,7 +70,7 @@ def test_grid_has_a_class_near_every_number_and_length_of_prompts(
     table = ranking._Table(tmp_path / "nvidia_h200.json", OP, part)
     kind = ("bfloat16", 128, 128, h, batch_invariant)
     for sizes in itertools.product(range(14), range(20)):
-        order = table.order(ranking.ProblemClass(OP, kind, sizes), ())
+        order = table.order(kind, sizes, ())
         assert order.source.startswith("measured"), sizes
 
 
@@ -79,7 +79,8 @@ def test_first_classes_serve_all_prompts_without_checkpoints(tmp_path: pathlib.P
     table = ranking._Table(tmp_path / "nvidia_h200.json", OP, part)
     for point in grid():
         if point.h_layout is None and not point.batch_invariant:
-            assert table.order(_class(point), ()).source.startswith("measured")
+            one = _class(point)
+            assert table.order(one.kind, one.sizes, ()).source.startswith("measured")
 
 
 def test_both_kernel_tiers_take_every_point_on_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,9 @@ _LIBRARIES = {
     "gdn_chunk_prefill": ("flashinfer-python", "nvidia-cutlass-dsl"),  # the second compiles
 }
 
+_Kind = tuple[int | str, ...]
+_Sizes = tuple[int, ...]
+
 
 class Order(NamedTuple):
     """Tiers, the one to try first in front, and where their order comes from, in words."""
@@ -63,9 +66,9 @@ class ProblemClass(NamedTuple):
 
     op: str
     #: What agrees within a class, by the fields of the operator's scheme.
-    kind: tuple[int | str, ...]
+    kind: _Kind
     #: Exponents of the powers of two nearest to its sizes.
-    sizes: tuple[int, ...]
+    sizes: _Sizes
 
     def __str__(self) -> str:
         return f"{self.kind_in_words()} {self.sizes_in_words()}"
@@ -95,41 +98,51 @@ class _Scheme(NamedTuple):
 
     fields: tuple[str, ...]
     sizes: tuple[str, ...]
-    #: Values of the fields, then of the sizes.
-    read: Callable[[Any], tuple[tuple[int | str, ...], tuple[int, ...]]]
+    #: Values of the fields, then exponents of the powers of two nearest to the sizes.
+    read: Callable[[Any], tuple[_Kind, _Sizes]]
     #: Exponents of the least and the largest class of each size: those outside count as these.
     bounds: tuple[tuple[int, int], ...]
 
 
-def _read_decode(problem: DecodeProblem) -> tuple[tuple[int | str, ...], tuple[int, ...]]:
-    """Kernels pad a group to a power of two and head sizes to 64, 128 or 256; so do classes."""
-    B, Hq, Sq, D = problem.query.shape
-    _, Hkv, T, _ = problem.key.shape
-    Dv = problem.value.shape[3]
+def _read_decode(problem: DecodeProblem) -> tuple[_Kind, _Sizes]:
+    query, key = problem.query, problem.key
+    B, Hq, Sq, D = query.shape
+    _, Hkv, T, _ = key.shape
     has_window = problem.left_window >= 0 or problem.right_window >= 0
-    kind = (
-        _dtype_name(problem.query.dtype),
-        _dtype_name(problem.key.dtype),
-        next_power_of_2(Hq // Hkv),
-        next_power_of_2(D) if D > 64 else 64,
-        next_power_of_2(Dv) if Dv > 64 else 64,
+    kind = _decode_kind(
+        query.dtype, key.dtype, Hq // Hkv, D, problem.value.shape[3], has_window, min(Sq, 17)
+    )
+    return kind, (_octave(B * Hkv), _octave(T))
+
+
+@functools.lru_cache
+def _decode_kind(
+    query: torch.dtype, cache: torch.dtype, G: int, D: int, Dv: int, has_window: bool, Sq: int
+) -> _Kind:
+    """Kernels pad a group to a power of two and head sizes to 64, 128 or 256; so do classes."""
+    return (
+        dtype_name(query),
+        dtype_name(cache),
+        next_power_of_2(G),
+        max(next_power_of_2(D), 64),
+        max(next_power_of_2(Dv), 64),
         "yes" if has_window else "no",
         1 if Sq == 1 else "2-16" if Sq <= 16 else "17-",
     )
-    return kind, (B * Hkv, T)
 
 
-def _read_gdn(problem: GdnProblem) -> tuple[tuple[int | str, ...], tuple[int, ...]]:
+def _read_gdn(problem: GdnProblem) -> tuple[_Kind, _Sizes]:
     """Kernels work on rows of their own and carry a state along each: how many, and how long."""
-    kind = (
-        _dtype_name(problem.q.dtype),
-        next_power_of_2(problem.K),
-        next_power_of_2(problem.V),
-        "pool" if problem.pool is not None else problem.h_layout or "no",
-        "yes" if problem.batch_invariant else "no",
-    )
+    h = "pool" if problem.pool is not None else problem.h_layout or "no"
+    kind = _gdn_kind(problem.q.dtype, problem.K, problem.V, h, problem.batch_invariant)
     N = problem.N
-    return kind, (N * problem.Hv, problem.B * problem.T // max(N, 1))
+    return kind, (_octave(N * problem.Hv), _octave(problem.B * problem.T // max(N, 1)))
+
+
+@functools.lru_cache
+def _gdn_kind(dtype: torch.dtype, K: int, V: int, h: str, batch_invariant: bool) -> _Kind:
+    invariant = "yes" if batch_invariant else "no"
+    return dtype_name(dtype), next_power_of_2(K), next_power_of_2(V), h, invariant
 
 
 #: Of the operators that tables rank. Rows are pairs of a batch row and a KV head, or of a sequence
@@ -155,7 +168,7 @@ def order_of(problem: Problem, cascade: tuple[Tier, ...]) -> Order:
     table = _tables.get((problem.device, problem.op)) or _load(problem.device, problem.op)
     if isinstance(table, str):
         return Order(cascade, table)
-    return table.order(class_of(problem), cascade)
+    return table.order(*_SCHEMES[problem.op].read(problem), cascade)
 
 
 def class_of(problem: Problem) -> ProblemClass:
@@ -164,8 +177,7 @@ def class_of(problem: Problem) -> ProblemClass:
     Raises:
         KeyError: tables do not rank its operator.
     """
-    kind, sizes = _SCHEMES[problem.op].read(problem)
-    return ProblemClass(problem.op, kind, tuple(map(_octave, sizes)))
+    return ProblemClass(problem.op, *_SCHEMES[problem.op].read(problem))
 
 
 def table_name(device: DeviceFacts) -> str:
@@ -207,9 +219,6 @@ def forget() -> None:
         _warned.clear()
 
 
-_dtype_name = functools.cache(dtype_name)
-
-
 def _octave(size: int) -> int:
     """Exponent of the power of two nearest to a size, by their ratio: 2 for 3 to 5."""
     return (size * size).bit_length() // 2
@@ -248,7 +257,7 @@ class _Table:
         self._scheme = _SCHEMES[op]
         self._steps = _steps(len(self._scheme.sizes))
         #: Names of tiers, and the class that was measured.
-        self._measured: dict[tuple[Any, Any], tuple[list[str], ProblemClass]] = {}
+        self._measured: dict[tuple[_Kind, _Sizes], tuple[list[str], ProblemClass]] = {}
         for kind, orders in written["orders"].items():
             for sizes, names in orders.items():
                 one = ProblemClass.parse(op, f"{kind} {sizes}")
@@ -257,14 +266,15 @@ class _Table:
         for names, one in list(self._measured.values()):
             twin = tuple("float16" if value == "bfloat16" else value for value in one.kind)
             self._measured.setdefault((twin, one.sizes), (names, one))
-        self._orders: dict[ProblemClass, tuple[tuple[Tier, ...], Order]] = {}
+        self._orders: dict[tuple[_Kind, _Sizes], tuple[tuple[Tier, ...], Order]] = {}
 
-    def order(self, wanted: ProblemClass, cascade: tuple[Tier, ...]) -> Order:
+    def order(self, kind: _Kind, sizes: _Sizes, cascade: tuple[Tier, ...]) -> Order:
         """By that of the class, else of the nearest one of its kind, else the cascade's."""
+        wanted = kind, sizes
         known = self._orders.get(wanted)
         if known is not None and known[0] == cascade:
             return known[1]
-        entry = self._nearest(wanted)
+        entry = self._nearest(kind, sizes)
         if entry is None:
             order = Order(cascade, f"{_CASCADES}, {self.path.name} has no class near")
         else:
@@ -274,13 +284,12 @@ class _Table:
         self._orders[wanted] = cascade, order
         return order
 
-    def _nearest(self, wanted: ProblemClass) -> tuple[list[str], ProblemClass] | None:
+    def _nearest(self, kind: _Kind, sizes: _Sizes) -> tuple[list[str], ProblemClass] | None:
         bounded = [
-            min(max(size, least), most)
-            for size, (least, most) in zip(wanted.sizes, self._scheme.bounds)
+            min(max(size, least), most) for size, (least, most) in zip(sizes, self._scheme.bounds)
         ]
         for step in self._steps:
-            entry = self._measured.get((wanted.kind, tuple(map(int.__add__, bounded, step))))
+            entry = self._measured.get((kind, tuple(map(int.__add__, bounded, step))))
             if entry is not None:
                 return entry
         return None
