@@ -377,14 +377,18 @@ def boundary_table(result: dict[str, Any]) -> str:
 
 
 def tests_table(result: dict[str, Any]) -> str:
-    """`pytest --results`: outcomes by tier."""
+    """`pytest --results`: outcomes by tier, and what failed."""
     counts = {**result["tiers"], "all tests": result["total"]}
     rows = [
         [name, *(str(tally[outcome]) for outcome in ("passed", "failed", "skipped"))]
         for name, tally in counts.items()
     ]
-    header = ["tier", "passed", "failed", "skipped"]
-    return "\n".join([_table(header, rows), "", _provenance(result)])
+    lines = [_table(["tier", "passed", "failed", "skipped"], rows), ""]
+    if failures := result.get("failures"):
+        lines += ["Failed: " + ", ".join(f"`{test}`" for test in failures) + ".", ""]
+    if result.get("cut_short"):
+        lines += ["The run was cut short: not every test was run.", ""]
+    return "\n".join([*lines, _provenance(result)])
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {

@@ -2,7 +2,8 @@
 
 `--require-tiers flash,unfused`  fails the run when one of them did not run, or was skipped in a
                                  case that it is meant to take.
-`--results FILE.json`            writes the counts by tier with device, versions, commit and date.
+`--results FILE.json`            writes the counts by tier, what failed and whether the run was cut
+                                 short, with device, versions, commit and date.
 `--hypothesis-profile=more`      looks longer.
 
 A test about a tier takes the parameter `tier`; the counts come from that parameter.
@@ -56,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--results",
         default=None,
         metavar="FILE.json",
-        help="write passed/failed/skipped by tier, with device, versions, commit and date",
+        help="write passed/failed/skipped by tier and what failed, with device, versions and date",
     )
 
 
@@ -173,11 +174,19 @@ class _Accounts:
         self.reasons: dict[str, collections.Counter[str]] = collections.defaultdict(
             collections.Counter
         )
+        self.failures: dict[str, str] = {}
+        self.reported: set[str] = set()
+        self.collected = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.outcome == "passed":
             return
         self.total[report.outcome] += 1
+        self.reported.add(report.nodeid)
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash else report.longreprtext
+            self.failures[report.nodeid] = message[:1000]
         tier = dict(report.user_properties).get("tier")
         if tier is None:
             return
@@ -190,6 +199,7 @@ class _Accounts:
         return sorted(required_tiers(self.config) - ran)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self.collected = session.testscollected
         if self.missing() and not self.config.option.collectonly and exitstatus in (0, 5):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         path = self.config.getoption("--results")
@@ -214,11 +224,13 @@ class _Accounts:
             "device": environment.device_report(environment.default_device()),
             "versions": environment.versions(),
             "required_tiers": sorted(required_tiers(self.config)),
+            "cut_short": len(self.reported) < self.collected,
             "total": tally(self.total),
             "tiers": {tier: tally(self.counts[tier]) for tier in sorted(self.counts)},
             "skip_reasons": {
                 tier: dict(sorted(self.reasons[tier].items())) for tier in sorted(self.reasons)
             },
+            "failures": dict(sorted(self.failures.items())),
         }
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
