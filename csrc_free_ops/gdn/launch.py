@@ -43,6 +43,8 @@ class GdnConfig(NamedTuple):
     scan_stages: int  # chunks whose loads are under way in the scan, its own among them
     #: v is copied to shared memory chunks ahead, as all else that the scan reads (if of 16 bits).
     v_ahead: bool = True
+    #: Without that: v comes to registers a chunk ahead.
+    v_early: bool = False
     #: q, weights and keys come as whole tiles, by Hopper's copies of these. Where it is possible:
     #: 16 bits, normalised keys, and q in rows of heads, see ``_q_matrix``.
     boxed: bool = False
@@ -377,7 +379,7 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            HAS_ORDER=has_order,
+            HAS_ORDER=has_order, EARLY=config.v_early and not in_registers["BY_PRODUCT"],
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
         boxes={**boxes, "q": (C, config.bk), "weights": (2 * C, C)} if boxes else boxes,

@@ -90,6 +90,7 @@ def scan_kernel(
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
     HAS_ORDER: tl.constexpr, SPLIT: tl.constexpr,
     BY_PRODUCT: tl.constexpr,
+    EARLY: tl.constexpr,  # v comes to registers a chunk ahead
     BOXED: tl.constexpr,  # q, weights and keys are descriptors of matrices
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -190,6 +191,10 @@ def scan_kernel(
             reached = (track_len > 0) & (track_len <= length) & kept_wanted
             track = tl.where(reached, track_len, 0).to(tl.int32)
 
+    if EARLY:
+        next_values = load_values(
+            v, vd, r, r < length, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT
+        )
     h_at = h
     for m in range(count):
         token_ok = m * C + r < length
@@ -207,7 +212,17 @@ def scan_kernel(
         else:
             W = tl.load(weights + r[:, None] * C + r[None, :])
             U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
-        values = load_values(v, vd, r, token_ok, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT)
+        if EARLY:
+            values = next_values
+            v += C * v_stride_t
+            next_values = load_values(
+                v, vd, r, m * C + C + r < length, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT
+            )  # fmt: skip
+        else:
+            values = load_values(
+                v, vd, r, token_ok, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT
+            )  # fmt: skip
+            v += C * v_stride_t
         if not BY_PRODUCT:
             values = as_accumulator(values, False)
 
@@ -276,7 +291,6 @@ def scan_kernel(
             q += C * q_stride_t
             k += k_step
             weights += HV * 2 * C * C
-        v += C * v_stride_t
         out += C * HV * V
         vectors += HV * 4 * C
 

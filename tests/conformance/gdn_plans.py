@@ -14,7 +14,7 @@ Noted = TypeVar("Noted")
 
 
 @contextlib.contextmanager
-def forced(monkeypatch: pytest.MonkeyPatch, choice: str, value: int) -> Iterator[None]:
+def forced(monkeypatch: pytest.MonkeyPatch, choice: str, value: Any) -> Iterator[None]:
     """Plans are made anew, and ``choice`` of `csrc_free_ops.gdn.launch` is always that value."""
     monkeypatch.setattr(f"csrc_free_ops.gdn.launch.{choice}", lambda *_: value)
     monkeypatch.setattr(dispatch._plans, "plans", {})

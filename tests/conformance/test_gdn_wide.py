@@ -134,3 +134,24 @@ def test_a_sequence_does_not_see_the_next_one(maker: Make, must_run: frozenset[s
     out, state = call.run(TIER)[:2]
     assert same_bits(out[:, :70], wanted[0][:, :70])
     assert same_bits(state[0], wanted[1][0])
+
+
+@pytest.mark.parametrize("overload", OVERLOADS)
+def test_v_that_comes_a_chunk_ahead_changes_no_bit(
+    overload: str, maker: Make, must_run: frozenset[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [2 * CHUNK + 1, 0, CHUNK, 5]
+    call = prompts(
+        maker(torch.bfloat16), lengths, T=sum(lengths) + 70, K=32, V=72, qk_l2norm=True
+    ).with_(overload)
+    call.require(TIER, must_run)
+    call.tensors["v"][:, sum(lengths) :] = float("nan")  # type: ignore[index]
+    configs = noted(monkeypatch, lambda plan: plan.config)
+    wanted = call.run(TIER)
+    early = noted(monkeypatch, lambda plan: plan.scan.constants["EARLY"])
+    config = configs[0]._replace(v_ahead=False, v_early=True)
+    with forced(monkeypatch, "_for_programs", config):
+        check_or_skip(call, TIER, must_run)
+        out, state = call.run(TIER)[:2]
+    assert early and all(early)
+    assert same_bits(out, wanted[0]) and same_bits(state, wanted[1])
