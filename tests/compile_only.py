@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -287,10 +288,15 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
             if launch.specialization in seen:
                 continue
             seen.add(launch.specialization)
-            shared = _shared_memory(launch, target)
+            compiled = _compiled(launch, target)
+            shared = compiled.metadata.shared
+            what_of = f"{launch.kernel.fn.__name__}, {what}"
             if shared > bound:
-                raise SystemExit(f"{what}: {shared} bytes of shared memory, foreseen {bound}")
-            yield f"{launch.kernel.fn.__name__}, {what}", shared
+                raise SystemExit(f"{what_of}: {shared} bytes of shared memory, foreseen {bound}")
+            if device.is_nvidia and launch.options.get("num_stages", 1) > 1:
+                if not _copies_ahead(compiled.asm["ttgir"]):
+                    raise SystemExit(f"{what_of}: no loop has copies under way before it begins")
+            yield what_of, shared
 
 
 #: dtypes of tokens and states, Hq, Hv, K, V, tokens of a row, indices, K-first memory; of
@@ -416,8 +422,28 @@ KERNELS = {
 }
 
 
+def _copies_ahead(ttgir: str) -> bool:
+    """Whether some loop of a kernel has copies to shared memory under way before it begins.
+
+    The compiler says nothing where it cannot have them, and what they save is lost.
+    """
+    depth_of_copies = set()
+    for line in ttgir.splitlines():
+        depth = len(line) - len(line.lstrip())
+        if "scf.for" in line and depth in depth_of_copies:
+            return True
+        if re.search(r"async_(tma_)?copy_global_to_local", line):
+            depth_of_copies.add(depth)
+    return False
+
+
 def _shared_memory(launch: Launch, target: Target) -> int:
-    """Bytes of shared memory that the compiled kernel asks for.
+    """Bytes of shared memory that the compiled kernel asks for."""
+    return int(_compiled(launch, target).metadata.shared)
+
+
+def _compiled(launch: Launch, target: Target) -> Any:
+    """Triton's compiled kernel.
 
     One that asks for more tensor memory than there is compiles to a trap, and its launch fails.
     """
@@ -430,7 +456,7 @@ def _shared_memory(launch: Launch, target: Target) -> int:
             f"{launch.kernel.fn.__name__}, {launch.constants}: {columns} columns of tensor "
             f"memory of {TENSOR_MEMORY}"
         )
-    return compiled.metadata.shared
+    return compiled
 
 
 def main(target: str, *groups: str) -> int:

@@ -298,8 +298,20 @@ def test_chunk_starts_of_bounds_that_break_the_rules_do_not_wrap_around() -> Non
         (2**31, 1, "more than 2^31 tokens"),
         (2**30, 2**24, None),
         (2**30, 2**26, "more than 2^31 sequences, heads and tiles of V"),
+        (2**30, 2**28, "more than 2^31 chunks and heads"),  # nearly all of one token
     ],
 )
 def test_what_32_bits_do_not_hold_is_not_supported(T: int, N: int, reason: str | None) -> None:
     q = contiguous_facts((1, T, 8, 128), torch.bfloat16)
-    assert unsupported(q, q, q, H200, sequences=N) == reason
+    assert unsupported(q, q, q, H200, sequences=N, cu_seqlens_dtype=torch.int32) == reason
+
+
+def test_layouts_of_gates_do_not_follow_their_strides_where_bits_are_asked_for() -> None:
+    q = contiguous_facts((1, 130, 8, 128), torch.bfloat16)
+    gate = contiguous_facts((1, 130, 8), torch.float32)
+    for batch_invariant in (False, True):
+        made = plan_gdn(
+            q, q, q, gate, gate, H200, sequences=1, scale=1.0, batch_invariant=batch_invariant
+        )
+        for name in ("g", "beta"):
+            assert made.decays.pointers[name] == (torch.float32, not batch_invariant)

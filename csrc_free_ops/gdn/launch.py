@@ -192,6 +192,7 @@ def unsupported(
     device: DeviceFacts,
     *,
     sequences: int,
+    cu_seqlens_dtype: torch.dtype | None = None,
     **_: Any,
 ) -> str | None:
     """Why the kernels cannot take a legal problem, in words; None if they can."""
@@ -205,7 +206,8 @@ def unsupported(
     tokens, heads = v.shape[0] * v.shape[1], v.shape[2]
     if tokens >= 2**31:
         return "more than 2^31 tokens"
-    if heads * (tokens // C + v.shape[0] + 1) >= 2**31:
+    chunks = _most_chunks(v.shape[0], v.shape[1], sequences, cu_seqlens_dtype is not None)
+    if heads * chunks >= 2**31:
         return "more than 2^31 chunks and heads"
     if sequences * heads * -(-v.shape[3] // config.bv) >= 2**31:
         return "more than 2^31 sequences, heads and tiles of V"
@@ -249,11 +251,7 @@ def plan_gdn(
     else:
         check_config(config, K, Hv // Hq, q.dtype, device)
     has_cu = cu_seqlens_dtype is not None
-    if has_cu:  # the most that any lengths can need
-        m = min(sequences, T)
-        chunks = m + (T - m) // C
-    else:
-        chunks = B * -(-T // C)
+    chunks = _most_chunks(B, T, sequences, has_cu)
     if by_shapes:
         config = _for_programs(
             config, sequences, Hv, K, V, chunks, q.dtype, device, batch_invariant
@@ -311,11 +309,14 @@ def plan_gdn(
         options=_options(device, 4),
     )
     decays_bh = min(next_power_of_2(Hv), _DECAYS_BH)
+    # How many neighbours a thread loads decides in which order it adds up; what the compiler knows
+    # of strides of rows differs with T.
+    g_aligned, beta_aligned = (x.aligned and not batch_invariant for x in (g, beta))
     decays = Launch(
         decays_kernel,
         grid=chunks * -(-Hv // decays_bh),
         pointers=dict(
-            g=(g.dtype, g.aligned), beta=(beta.dtype, beta.aligned), cu_seqlens=cu,
+            g=(g.dtype, g_aligned), beta=(beta.dtype, beta_aligned), cu_seqlens=cu,
             chunk_starts=starts, vectors=pair, rests=pair, out=dtype,
         ),
         scalars=dict(
@@ -415,6 +416,14 @@ def plan_gdn(
         q_matrix=q_matrix,
         config=config,
     )
+
+
+def _most_chunks(B: int, T: int, sequences: int, has_cu: bool) -> int:
+    """How many chunks there are, by whatever lengths."""
+    if has_cu:
+        m = min(sequences, T)
+        return m + (T - m) // C
+    return B * -(-T // C)
 
 
 class Matrix(NamedTuple):

@@ -230,8 +230,9 @@ def chain_kernel(
     S2 = S0
     S3 = S0
     S0, S1, S2, S3 = load_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
+    # Not made from maps in each round: M is copied rounds ahead, and maps is then not known yet.
+    M = maps + V * K
     for _ in range(steps):
-        M = maps + V * K
         maps += HV * MAP
         B0, B1, B2, B3 = load_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
         T0 = tl.zeros([BV, BK], tl.float32)
@@ -245,6 +246,7 @@ def chain_kernel(
             T0, T1, T2, T3 = _add_products(S2, M, 2, T0, T1, T2, T3, K, BK, NK, PRECISION)
         if NK > 3:
             T0, T1, T2, T3 = _add_products(S3, M, 3, T0, T1, T2, T3, K, BK, NK, PRECISION)
+        M += HV * MAP
         # Last, so that nothing waits for it.
         S0 = T0 + B0
         S1 = T1 + B1
