@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ import torch_attn_tiers
 from csrc_free_ops import facts
 from tests.test_dispatch import Invented
 from torch_attn_tiers import ColdCaptureError, DeviceFacts, dispatch, explain, register_tier
+from torch_attn_tiers.tier import Tier
+from torch_attn_tiers.tiers import products
 from torch_attn_tiers.tiers.decode import unfused
+from torch_attn_tiers.tiers.gdn import reference
 
 pytestmark = pytest.mark.usefixtures("without_libraries")
 
@@ -282,43 +286,107 @@ def test_explanation_counts_pinned_plans(fast: Invented) -> None:
     assert torch_attn_tiers.release_captured_plans() == before + 1
 
 
-def test_unfused_is_ready_on_a_gpu_once_this_thread_has_built_there(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Devices on which a handle for products has been made, of which there is none so far."""
+    made: list[int] = []
+    monkeypatch.setattr(products, "_thread", products._Thread())
+    monkeypatch.setattr(
+        products, "_multiply", lambda i: (made.append(i), products._thread.devices.add(i))
+    )
+    return made
+
+
+def _elsewhere(function: Callable[[], Any]) -> Any:
+    """What a function returns in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def _problems(op: str, args: Iterable[torch.Tensor]) -> list[Any]:
+    """On two devices."""
+    metas = [t.to("meta") for t in args]
+    devices = [DeviceFacts.of("sm_90", index) for index in (0, 1)]
+    return [explain(op, *metas, device=device).problem for device in devices]
+
+
+def _prompt() -> tuple[torch.Tensor, ...]:
+    q, gate = torch.randn(1, 5, 2, 8), torch.rand(1, 5, 2)
+    return q, q, q, -gate, gate
+
+
+@pytest.mark.parametrize(
+    "tier, op, args",
+    [
+        (unfused.TIER, "decode", _qkv()),
+        (reference.TIER, "gdn_chunk_prefill", _prompt()),
+    ],
+)
+def test_what_multiplies_is_ready_on_a_gpu_once_this_thread_has_built_there(
+    tier: Tier, op: str, args: tuple[torch.Tensor, ...], multiplied: list[int]
 ) -> None:
     """cuBLAS makes its handle at the first product of a thread, which a capture forbids."""
-    made: list[int] = []
-    monkeypatch.setattr(unfused, "_thread", unfused._Thread())
-    monkeypatch.setattr(
-        unfused, "_warm_up", lambda index: (made.append(index), unfused._thread.devices.add(index))
-    )
-    args = [t.to("meta") for t in _qkv()]
-    problems = [
-        explain("decode", *args, device=DeviceFacts.of("sm_90", index)).problem for index in (0, 1)
-    ]
-    assert not unfused._ready(problems[0])
+    first, second = _problems(op, args)
+    assert not tier.ready(first)
     for _ in range(2):
-        unfused._build(problems[0])
-    assert made == [0]
-    assert unfused._ready(problems[0]) and not unfused._ready(problems[1])
-    assert unfused._ready(explain("decode", *_qkv()).problem)
-    elsewhere: list[bool] = []
-    thread = threading.Thread(target=lambda: elsewhere.append(unfused._ready(problems[0])))
-    thread.start()
-    thread.join()
-    assert elsewhere == [False]
+        tier.build(first)
+    assert multiplied == [0]
+    assert tier.ready(first) and not tier.ready(second)
+    assert tier.ready(explain(op, *args).problem)
+    assert not _elsewhere(lambda: tier.ready(first))
+
+
+def test_thread_that_has_run_a_plan_is_ready(multiplied: list[int]) -> None:
+    (problem, _) = _problems("decode", _qkv())
+    plan = unfused.TIER.build(problem)
+
+    def run_elsewhere() -> tuple[bool, bool]:
+        before = unfused.TIER.ready(problem)
+        plan(*_qkv(), None, None, None, None, None)
+        return before, unfused.TIER.ready(problem)
+
+    assert _elsewhere(run_elsewhere) == (False, True)
+    assert multiplied == [0]
+
+
+def test_plan_of_another_thread_makes_no_tier_ready_that_multiplies(
+    multiplied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (problem, _) = _problems("decode", _qkv())
+    problem = dataclasses.replace(problem, requested="unfused")
+    monkeypatch.setattr(dispatch, "current_cuda_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    decision = dispatch.decide("a key of this test", problem)
+    tensors = (*_qkv(), None, None, None, None, None)
+    decision(*tensors)
+    capturing = dataclasses.replace(problem, capturing=True)
+
+    def capture_elsewhere() -> None:
+        with pytest.raises(ColdCaptureError, match="no kernel for this call is built .unfused"):
+            dispatch.decide("another key", capturing)
+        known = dispatch.known("a key of this test")
+        assert known is not None
+        with pytest.raises(ColdCaptureError, match="unfused"):
+            known(*tensors)
+        dispatch.decide("another key", problem)  # as `prepare` does
+        assert multiplied == [0, 0]
+        known(*tensors)
+
+    _elsewhere(capture_elsewhere)
+    dispatch._plans.forget_decisions()
+    torch_attn_tiers.release_captured_plans()
 
 
 def test_unfused_is_built_although_cublas_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes every call: what goes wrong with cuBLAS is for the call to say."""
-    monkeypatch.setattr(unfused, "_thread", unfused._Thread())
-    args = [t.to("meta") for t in _qkv()]
-    problem = explain("decode", *args, device=DeviceFacts.of("sm_90")).problem
+    monkeypatch.setattr(products, "_thread", products._Thread())
+    problem = _problems("decode", _qkv())[0]
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
 
     monkeypatch.setattr(torch, "ones", fail)
-    assert callable(unfused._build(problem)) and not unfused._ready(problem)
+    assert callable(unfused.TIER.build(problem)) and not unfused.TIER.ready(problem)
 
 
 def test_capture_is_looked_for_on_the_device_that_is_asked_about(

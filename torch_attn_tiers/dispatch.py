@@ -123,7 +123,7 @@ class Decision:
 
     __slots__ = (
         "problem", "tier", "passed_over", "cold", "fresh", "built", "order", "cuda_index",
-        "lasting",
+        "lasting", "looks_for_captures",
     )  # fmt: skip
 
     def __init__(
@@ -145,6 +145,8 @@ class Decision:
         self.order = order
         self.lasting = True  # an equal call to come would be decided alike
         self.cuda_index = problem.device.index if problem.device.type == "cuda" else None
+        #: By every call: another thread may have decided, and not every tier is ready for all.
+        self.looks_for_captures = not tier.kernel_tier
 
     def __call__(self, *tensors: Tensor | None) -> Any:
         built = self.built
@@ -153,7 +155,11 @@ class Decision:
             if self.cuda_index != current_cuda_device():
                 with torch.cuda.device(self.cuda_index):
                     return self(*tensors)
-            if not built.pinned and torch.cuda.is_current_stream_capturing():
+            if (
+                not built.pinned or self.looks_for_captures
+            ) and torch.cuda.is_current_stream_capturing():
+                if self.looks_for_captures and not _is_ready(self.tier, self.problem):
+                    raise _cold_capture(self.problem, [self.tier])
                 _plans.pin(built)
         if _recordings:
             self._record()
@@ -380,10 +386,14 @@ def _pick(problem: Problem, candidates: list[Tier]) -> Tier:
     for tier in candidates:
         if tier.kernel_tier and _is_ready(tier, problem):
             return tier
-    cold = [tier.name for tier in candidates if not _is_ready(tier, problem)]
-    raise ColdCaptureError(
+    raise _cold_capture(problem, [tier for tier in candidates if not _is_ready(tier, problem)])
+
+
+def _cold_capture(problem: Problem, cold: list[Tier]) -> ColdCaptureError:
+    names = ", ".join(tier.name for tier in cold)
+    return ColdCaptureError(
         f"{problem.call}: a CUDA graph is being captured and no kernel for this call is built "
-        f"({', '.join(cold)}); building one now would break the capture.\n"
+        f"({names}); building one now would break the capture.\n"
         f"Before the capture, call torch_attn_tiers.prepare({problem.call!r}, ...) with the "
         "arguments of this call, or run the call once; or choose another tier with tier=.\n"
         f"Problem: {problem.describe()}"
@@ -434,7 +444,8 @@ def _failure_of_build(error: Exception) -> _Failure:
 
 
 def _is_ready(tier: Tier, problem: Problem) -> bool:
-    if (tier, problem) in _plans.plans:
+    """A kernel that is built is so for all threads; what other tiers rest on need not be."""
+    if tier.kernel_tier and (tier, problem) in _plans.plans:
         return True
     try:
         return tier.ready(problem)
@@ -460,7 +471,7 @@ def _build(tier: Tier, problem: Problem) -> tuple[_Built, bool]:
     try:
         with lock:
             built = _plans.plans.get(place)
-            if built is not None:
+            if built is not None and _is_ready(tier, problem):
                 return built, False
             failure = _plans.unfit.get(place)
             if failure is not None and failure is not known_failure:  # while this thread waited

@@ -1,50 +1,20 @@
 """The reference as a tier: takes every legal call on every device.
 
 Its float32 products obey PyTorch's switches: with TF32 allowed for matrix products they are TF32.
-
-They are cuBLAS's, whose handle a thread makes at its first product on a device. That allocates
-memory and would break a capture, so a build makes one, and without a build the tier is not ready.
 """
 
 from __future__ import annotations
 
-import threading
-
-import torch
 from torch import Tensor
 
 from csrc_free_ops.reference import decode, decode_batch_invariant
 from torch_attn_tiers.problem import DecodeProblem
 from torch_attn_tiers.tier import Tier
 from torch_attn_tiers.tiers.decode.layout import DecodePlan, heads_first, output_shape
-
-
-class _Thread(threading.local):
-    """Devices on which this thread has multiplied matrices."""
-
-    def __init__(self) -> None:
-        self.devices: set[int] = set()
-
-
-_thread = _Thread()
-
-
-def _ready(problem: DecodeProblem) -> bool:
-    return problem.device.type != "cuda" or problem.device.index in _thread.devices
-
-
-def _warm_up(index: int) -> None:
-    try:
-        one = torch.ones(1, 1, 1, device=torch.device("cuda", index))
-        torch.bmm(one, one)
-    except RuntimeError:  # no verdict on any problem: the call itself says what is wrong
-        return
-    _thread.devices.add(index)
+from torch_attn_tiers.tiers.products import ready, with_products
 
 
 def _build(problem: DecodeProblem) -> DecodePlan:
-    if not _ready(problem):
-        _warm_up(problem.device.index)
     attention = decode_batch_invariant if problem.batch_invariant else decode
     Hq, Hkv = problem.Hq, problem.Hkv
     shape = output_shape(problem)
@@ -87,5 +57,10 @@ def _build(problem: DecodeProblem) -> DecodePlan:
 
 
 TIER = Tier(
-    op="decode", name="unfused", predicates=(), build=_build, ready=_ready, kernel_tier=False
+    op="decode",
+    name="unfused",
+    predicates=(),
+    build=with_products(_build),
+    ready=ready,
+    kernel_tier=False,
 )

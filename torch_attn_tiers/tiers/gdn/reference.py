@@ -11,6 +11,7 @@ import functools
 from csrc_free_ops.reference import gdn_chunk_prefill, gdn_chunk_prefill_pool
 from torch_attn_tiers.problem import GdnProblem
 from torch_attn_tiers.tier import Plan, Tier
+from torch_attn_tiers.tiers.products import ready, with_products
 
 
 def _build(problem: GdnProblem) -> Plan:
@@ -27,5 +28,10 @@ def _build(problem: GdnProblem) -> Plan:
 
 
 TIER = Tier(
-    op="gdn_chunk_prefill", name="reference", predicates=(), build=_build, kernel_tier=False
+    op="gdn_chunk_prefill",
+    name="reference",
+    predicates=(),
+    build=with_products(_build),
+    ready=ready,
+    kernel_tier=False,
 )
