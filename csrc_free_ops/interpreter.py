@@ -54,7 +54,7 @@ def _is_right(check: Callable[[], bool]) -> bool:
 def _multiplies() -> bool:
     numbers = torch.arange(512, dtype=torch.float32, device="cpu").view(2, 16, 16) % 23 / 8 - 1
     a, b = numbers.bfloat16()
-    products = torch.empty(16, 16, device="cpu")
+    products = torch.empty(16, 16, dtype=torch.float32, device="cpu")
     _run(_multiply_kernel, a, b, products)
     return torch.equal(products, a.float() @ b.float())
 

@@ -151,7 +151,7 @@ class FakeGdn:
     def _sequence(self, given: dict[str, Any], i: int, first: int, end: int) -> torch.Tensor:
         """Outputs and checkpoints of a sequence, written; its last state ``[Hv,K,V]``."""
         heads, size = given["v"].shape[1:]
-        state = torch.zeros(heads, size, size)
+        state = torch.zeros(heads, size, size, dtype=torch.float32)
         if given["initial_state"] is not None:
             state = given["initial_state"][i].float().transpose(1, 2)
         for number, at in enumerate(range(first, end, TILE)):
@@ -174,7 +174,7 @@ class FakeGdn:
     def _tile(self, given: dict[str, Any], name: str, at: int, to: int) -> torch.Tensor:
         """Heads first. Of q, k and v whatever lies in the tile, of the gates what has no effect."""
         x = given[name]
-        rows = torch.zeros(TILE, *x.shape[1:])
+        rows = torch.zeros(TILE, *x.shape[1:], dtype=torch.float32)
         if name in ("g", "beta"):
             rows += name == "g"
             rows[: to - at] = x[at:to]

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import sys
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -369,6 +372,18 @@ def test_build_that_fails_is_said_once_and_the_next_tier_runs(
         _ran(call, tier="flashinfer")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype_makes_no_difference(dtype: torch.dtype, runs: FakeGdn) -> None:
+    call = _prompt([70, 5])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert _prepare(call).chosen == "flashinfer"
+    finally:
+        torch.set_default_dtype(before)
+    assert _ran(call) == "flashinfer"
+
+
 def test_kernel_that_is_wrong_is_not_used(runs: FakeGdn) -> None:
     runs.wrong = True
     call = _prompt([70, 5])
@@ -634,6 +649,22 @@ def test_call_waits_for_the_last_one_on_another_stream(monkeypatch: pytest.Monke
     cuda.capturing = False
     assert call(2) == ["call", "record 2"]
     assert call(1) == ["wait 1", "call", "record 1"]
+
+
+def test_scratch_of_a_capture_outlives_a_larger_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = types.ModuleType("flashinfer.utils")
+    monkeypatch.setitem(sys.modules, "flashinfer.utils", utils)
+    monkeypatch.setattr(flashinfer_library, "is_capturing", lambda device: True)
+    scratch = flashinfer.scratch_of(DEVICES["sm_90"])
+    scratch.run(lambda: None)  # a release without such a dictionary
+    utils._cache_buf = {"gdn": torch.empty(8), "other": None}  # type: ignore[attr-defined]
+    outgrown = weakref.ref(utils._cache_buf["gdn"])  # type: ignore[attr-defined]
+    for _ in range(2):
+        scratch.run(lambda: None)
+    utils._cache_buf["gdn"] = torch.empty(16)  # type: ignore[attr-defined]
+    assert outgrown() is not None
+    torch_attn_tiers.release_captured_plans()
+    assert outgrown() is None
 
 
 def test_devices_have_scratch_of_their_own() -> None:

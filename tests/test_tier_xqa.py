@@ -382,6 +382,18 @@ def test_build_that_fails_is_said_once_and_the_next_tier_runs(
         decode(*args, tier="xqa")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype_makes_no_difference(dtype: torch.dtype, runs: FakeXqa) -> None:
+    args = _step()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch_attn_tiers.prepare("decode", *args).chosen == "xqa"
+    finally:
+        torch.set_default_dtype(before)
+    assert _ran(*args) == "xqa"
+
+
 def test_kernel_that_is_wrong_is_not_used(runs: FakeXqa, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_libraries, "_attention", lambda query, *_: query * 0)
     assert torch_attn_tiers.prepare("decode", *_step()).chosen == "unfused"

@@ -322,7 +322,9 @@ def _try(kernel: Kernel, device: DeviceFacts) -> list[Tensor]:
         kv_layout="NHD",
         sm_count=device.multiprocessors,
     )
-    if not torch.allclose(out.float(), torch.ones((), device=where), atol=0.02):
+    if not torch.allclose(
+        out.float(), torch.ones((), dtype=torch.float32, device=where), atol=0.02
+    ):
         raise RuntimeError(f"flashinfer.xqa is wrong for equal keys ({kernel})")
     return []
 

@@ -35,6 +35,7 @@ from torch_attn_tiers.tiers.gdn.flashinfer_library import (
     h_rows,
     may_split,
     parameters,
+    release_captured_scratch,
     scratch_of,
     tokens_of,
     variant_of,
@@ -321,4 +322,5 @@ TIER = Tier(
     build=_build,
     ready=_ready,
     slow_build=True,
+    release=release_captured_scratch,
 )

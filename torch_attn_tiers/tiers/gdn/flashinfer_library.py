@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -94,7 +95,8 @@ class SharedScratch:
     """The library's scratch of one device: its calls run one after the other.
 
     Outside of captures a call waits for the last one on another stream. Within one it cannot: an
-    event of before is not part of the graph.
+    event of before is not part of the graph. Scratch that a graph has captured is kept, as some
+    releases free what a larger call has outgrown.
     """
 
     def __init__(self, device: DeviceFacts) -> None:
@@ -102,11 +104,16 @@ class SharedScratch:
         self._lock = threading.RLock()
         self._stream: int | None = None
         self._event: Any = None
+        self._captured: dict[int, Tensor] = {}  # by address
 
     def run(self, function: Callable[[], Any]) -> None:
         """Call a function that launches work on the scratch, on the current stream."""
         with self._lock:
-            if self.device.type != "cuda" or is_capturing(self.device):
+            if is_capturing(self.device):
+                function()
+                self._captured.update((buffer.data_ptr(), buffer) for buffer in _buffers())
+                return
+            if self.device.type != "cuda":
                 function()
                 return
             stream, handle = (
@@ -121,6 +128,19 @@ class SharedScratch:
             self._event.record(stream)
             self._stream = handle
 
+    def release_captured(self) -> None:
+        """Let go of the scratch of captured graphs."""
+        with self._lock:
+            self._captured.clear()
+
+
+def _buffers() -> list[Tensor]:
+    """What the library keeps between calls, as far as that can be told."""
+    kept = getattr(sys.modules.get("flashinfer.utils"), "_cache_buf", None)
+    if not isinstance(kept, dict):
+        return []
+    return [buffer for buffer in kept.values() if isinstance(buffer, Tensor)]
+
 
 _SCRATCH: dict[tuple[str, int], SharedScratch] = {}
 _SCRATCH_LOCK = threading.Lock()
@@ -133,6 +153,13 @@ def scratch_of(device: DeviceFacts) -> SharedScratch:
         if place not in _SCRATCH:
             _SCRATCH[place] = SharedScratch(device)
         return _SCRATCH[place]
+
+
+def release_captured_scratch() -> None:
+    """Let go of the scratch of captured graphs, of every device."""
+    with _SCRATCH_LOCK:
+        for scratch in _SCRATCH.values():
+            scratch.release_captured()
 
 
 class Variants:
@@ -219,9 +246,9 @@ def _try(problem: GdnProblem, covered: int) -> list[Tensor]:
         )
 
     run(tokens)
-    wanted = torch.full((HEAD_SIZE,), start, device=where)
+    wanted = torch.full((HEAD_SIZE,), start, dtype=torch.float32, device=where)
     wanted[:written] = 1
-    results = [(out[:written], torch.ones((), device=where))]
+    results = [(out[:written], torch.ones((), dtype=torch.float32, device=where))]
     results += [(state[:1], wanted) for state in (final, h if written == C else None)
                 if state is not None]  # fmt: skip
     for result, expected in results:
