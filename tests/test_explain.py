@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -309,3 +311,19 @@ def test_no_query_row_is_not_several() -> None:
     asked = dataclasses.replace(PLAIN, Sq=0)
     xqa = asked.explain(DEVICES["sm_90"]).verdicts[0]
     assert "there is no query row (Sq=0), it takes one" in xqa.reasons
+
+
+@pytest.mark.parametrize(
+    "scalars",
+    [
+        {"left_window_size": np.int64(2), "is_causal": np.bool_(True)},
+        {"scale": np.float32(0.25), "softcap": np.array(5.0)},
+    ],
+)
+def test_numbers_of_numpy_are_taken_as_the_operator_takes_them(scalars: dict[str, Any]) -> None:
+    q, kv = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 9, 16)
+    with torch_attn_tiers.record_dispatch() as calls:
+        torch.ops.attn_tiers.decode(q, kv, kv, **scalars)
+    assert torch_attn_tiers.explain("decode", q, kv, kv, **scalars).problem == calls[0].problem
+    with pytest.raises(TypeError, match="left_window_size is 2.0; it must be an integer"):
+        torch_attn_tiers.explain("decode", q, kv, kv, left_window_size=np.float32(2))

@@ -512,3 +512,17 @@ def test_raw_form_equals_gates_and_the_plain_one() -> None:
 def test_wrong_gates_are_an_error(args: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=f"gdn_gates: {words}"):
         ops.gdn_gates(*args)
+
+
+@pytest.mark.parametrize("tier", ["triton", "reference"])
+def test_rows_of_padding_may_share_a_place(tier: str) -> None:
+    def run(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(1)
+        pool = torch.randn(P, HV, K, V)
+        out = ops.gdn_decode_(*_tokens("gdn_decode_", 6), pool, slots, tier=tier)
+        return out, pool
+
+    alone = run(torch.tensor([3, -1, 1, -1, -1, 5]))
+    shared = run(torch.tensor([3, 0, 1, 0, 0, 5]))
+    for got, wanted, rows in zip(shared, alone, ([0, 2, 5], range(1, P)), strict=True):
+        assert torch.equal(got[list(rows)], wanted[list(rows)])

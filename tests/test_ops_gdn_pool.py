@@ -332,3 +332,19 @@ def test_tier_can_be_forced_by_an_option() -> None:
 def test_prepare_takes_meta_tensors() -> None:
     args = tuple(t.to("meta") for t in _call("all")[0])
     assert torch_attn_tiers.prepare(pool_, *args, device="cpu").chosen == "reference"
+
+
+@pytest.mark.parametrize("tier", ["triton", "reference"])
+def test_sequences_of_padding_may_share_a_place(tier: str) -> None:
+    bounds = torch.tensor([0, 64, 70, 135, 150])
+
+    def run(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(1)
+        pool = _pool()
+        return pool_(*_tokens(), pool, slots, None, None, None, bounds, tier=tier), pool
+
+    alone = run(torch.tensor([3, -1, -1, 5]))
+    shared = run(torch.tensor([3, 0, 0, 5]))
+    tokens = [*range(64), *range(135, 150)]
+    assert torch.equal(shared[0][:, tokens], alone[0][:, tokens])
+    assert torch.equal(shared[1][1:], alone[1][1:])

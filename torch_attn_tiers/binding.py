@@ -43,6 +43,7 @@ def bind(
     if twice:
         raise TypeError(f"{call}: given twice: {', '.join(twice)}; {takes}")
     given.update(kwargs)
+    given = {name: _plain(value) for name, value in given.items()}
     required = [a for a in positional + keyword if not a.has_default_value()]
     missing = [a for a in required if a.name not in given]
     if missing:
@@ -53,6 +54,12 @@ def bind(
 
     bound = [given[a.name] if a.name in given else a.default_value for a in positional]
     return bound, {a.name: given[a.name] for a in keyword if a.name in given}
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's numbers as Python's, as PyTorch's dispatcher does it."""
+    is_numpys = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
+    return value.item() if is_numpys else value
 
 
 def _names(arguments: Sequence[Any]) -> str:

@@ -268,6 +268,7 @@ _plans = _PlanCache()
 #: Held while one plan is built: two threads may want the same one.
 _build_locks: dict[tuple[Tier, Problem], threading.RLock] = {}
 _recordings: list[list[DispatchRecord]] = []
+_recordings_lock = threading.Lock()
 
 
 class _Call(NamedTuple):
@@ -737,12 +738,13 @@ def record_dispatch() -> Iterator[list[DispatchRecord]]:
         [('decode', 'unfused')]
     """
     recording: list[DispatchRecord] = []
-    _recordings.append(recording)
+    with _recordings_lock:
+        _recordings.append(recording)
     try:
         yield recording
     finally:
-        # By identity: two recordings may be equal.
-        _recordings[:] = [other for other in _recordings if other is not recording]
+        with _recordings_lock:  # by identity: two recordings may be equal
+            _recordings[:] = [other for other in _recordings if other is not recording]
 
 
 def release_captured_plans() -> int:
