@@ -102,14 +102,10 @@ def main() -> None:
 
     cases = [CASES[name] for name in options.cases.split(",")]
     texts = {case: options.configs or configs_for(case) for case in cases}
-    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
-        # All cases have one head size: those of the same heads share their kernels, but for the
-        # scalars' types and whether sequences are split.
-        one_each = {(c.q_heads, c.v_heads, is_split(c)): c for c in cases}.values()
-        jobs = [(case, text, not options.normalised) for case in one_each for text in texts[case]]
-        failed = {job[1]: error for job, error in zip(jobs, pool.map(build, jobs)) if error}
-    for text, error in failed.items():
-        print(f"{text}: {error}")
+    jobs = [(case, text, not options.normalised) for case in cases for text in texts[case]]
+    failed = build_ahead(jobs)
+    for (case, text), error in failed.items():
+        print(f"{case.name} {text}: {error}")
 
     result: dict[str, Any] = {
         **environment.header(
@@ -126,7 +122,7 @@ def main() -> None:
         inputs.reference  # noqa: B018  (of q and k as they are now)
         if options.normalised:
             inputs.q, inputs.k = ([l2norm(x) for x in tensors] for tensors in (inputs.q, inputs.k))
-        good = [text for text in texts[case] if text not in failed]
+        good = [text for text in texts[case] if (case, text) not in failed]
         result["rows"] += measure(inputs, good, clock, options.repeats, not options.normalised)
         del inputs
         free(device)
@@ -173,7 +169,29 @@ def plan_for(case: GdnCase, config: GdnConfig | None, qk_l2norm: bool = True) ->
     )  # fmt: skip
 
 
-def build(job: tuple[GdnCase, str, bool]) -> str | None:
+Job = tuple[GdnCase, str, bool]
+
+
+def build_ahead(jobs: list[Job]) -> dict[tuple[GdnCase, str], str]:
+    """Compiles what the jobs need, each kernel once; returns what went wrong where."""
+    alike: dict[Any, list[Job]] = {}
+    failed = {}
+    for case, text, qk_l2norm in jobs:
+        try:
+            plan = plan_for(case, parse(case, text), qk_l2norm)
+        except ValueError as error:
+            failed[case, text] = str(error)
+        else:
+            alike.setdefault(plan.specialization, []).append((case, text, qk_l2norm))
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        errors = pool.map(build, [those[0] for those in alike.values()])
+        for those, error in zip(alike.values(), errors):
+            if error:
+                failed.update({(case, text): error for case, text, _ in those})
+    return failed
+
+
+def build(job: Job) -> str | None:
     """Compiles the kernels of a configuration into Triton's cache; returns what went wrong."""
     case, text, qk_l2norm = job
     try:

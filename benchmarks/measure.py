@@ -3,6 +3,7 @@
     python benchmarks/measure.py                            the steps, and about how long each takes
     python benchmarks/measure.py gdn gdn_fla --minutes 9    these, in this order
 
+Results name the commit: without a git repository, the environment's GIT_COMMIT has to say it.
 Each step runs a command of this project, which its result file names as well; `tune` writes its
 table where the package reads it, too. A step that time runs out for is interrupted as by Ctrl+C,
 and its file holds what it had. The last lines that a step prints are printed.
@@ -25,7 +26,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: A step gets no less: its imports alone take a part of this.
 _LEAST_SECONDS = 20
 #: For an interrupted step to write what it has.
-_GRACE_SECONDS = 15
+_GRACE_SECONDS = 40
 
 
 class Step(NamedTuple):
@@ -42,6 +43,7 @@ _OTHER_TESTS = (
     "test_gdn_wide test_gdn_split test_gdn_decode test_checkpoints test_tune"
 )
 _BENCH = "-m torch_attn_tiers bench"
+_TUNED = "{name}_{device}.json"
 _TESTS = "-m pytest -q"
 STEPS = {
     "gdn_configs": Step(
@@ -49,8 +51,8 @@ STEPS = {
         "benchmarks/gdn_configs.py --configs default "
         "--cases 1x8k,1x32k,32x256,mixed,2/8_1x32k,4/16_1x32k",
     ),
-    "gdn": Step(200, f"{_BENCH} gdn --tier triton --peers flashinfer --cases all"),
-    "gdn_fla": Step(200, f"{_BENCH} gdn --tier triton --h none --peers fla"),
+    "gdn": Step(200, f"{_BENCH} gdn --tier triton --peers flashinfer --cases all --repeats 3"),
+    "gdn_fla": Step(110, f"{_BENCH} gdn --tier triton --h none --peers fla"),
     "gdn_flashinfer_tier": Step(
         60,
         f"{_BENCH} gdn --tier flashinfer --h none,compact,pool --peers flashinfer",
@@ -73,9 +75,10 @@ STEPS = {
     "gdn_chunk_prefill_tune": Step(
         110,
         "-m torch_attn_tiers tune --op gdn_chunk_prefill",
+        _TUNED,
     ),
     "gdn_decode": Step(60, f"{_BENCH} gdn_decode --peers"),
-    "decode_tune": Step(180, "-m torch_attn_tiers tune"),
+    "decode_tune": Step(220, "-m torch_attn_tiers tune", _TUNED),
     "decode": Step(120, f"{_BENCH} decode --peers --tiers auto,flash,xqa,cudnn"),
     "split_kv_float8_configs": Step(120, "benchmarks/split_kv_configs.py --kv-dtype float8_e4m3fn"),
     "decode_float8": Step(40, f"{_BENCH} decode --kv-dtype float8_e4m3fn"),
@@ -84,20 +87,24 @@ STEPS = {
         f"{_TESTS} -n 14 tests/gpu --require-tiers flash,mea,unfused "
         + " ".join(f"--ignore=tests/gpu/{name}.py" for name in _OTHER_TESTS.split()),
     ),
+    # With the kernels of `python -m tests.gpu.prebuild_xqa`; else it takes twice as long.
     "gpu_tests_libraries": Step(
         200, f"{_TESTS} -n 14 tests/gpu/test_library_tiers.py --require-tiers xqa,cudnn"
     ),
-    "gpu_tests_tune": Step(60, f"{_TESTS} tests/gpu/test_tune.py"),
+    "gpu_tests_tune": Step(90, f"{_TESTS} tests/gpu/test_tune.py"),
 }
 
 
 def run(words: list[str], seconds: float, lines: int) -> tuple[int, float]:
     """Exit status of a command that is interrupted after so long, and how long it took."""
     started = time.monotonic()
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     with tempfile.TemporaryFile("w+") as log:
         with subprocess.Popen(
-            words, cwd=_ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        ) as process:
+            words, cwd=_ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process:  # fmt: skip
             for patience, sent in ((seconds, signal.SIGINT), (_GRACE_SECONDS, signal.SIGKILL)):
                 try:
                     process.wait(patience)
@@ -130,6 +137,7 @@ def main() -> int:
     if unknown := [name for name in args.names if name not in STEPS]:
         parser.error(f"no such step: {', '.join(unknown)}; there are {', '.join(STEPS)}")
 
+    sys.path.insert(0, str(_ROOT))
     from csrc_free_ops.facts import device_facts
     from torch_attn_tiers.cli import environment
     from torch_attn_tiers.ranking import table_name
@@ -137,7 +145,11 @@ def main() -> int:
     facts = device_facts(environment.default_device())
     if facts.type == "cpu":
         parser.error("no GPU is here")
+    if environment.commit() == "unknown":
+        parser.error("the commit is not known: set GIT_COMMIT")
     device = table_name(facts)
+    # What a shell runs in the background ignores it, and so would the children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     end = time.monotonic() + 60 * args.minutes
     args.out = args.out.resolve()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch_attn_tiers.cli.bench.gdn_cases import MODEL_CASES
 from torch_attn_tiers.cli.bench.gdn_decode_sides import CASES as STEP_CASES
+from torch_attn_tiers.cli.bench.gdn_sides import OUR_TOLERANCE
 from torch_attn_tiers.cli.bench.report import (
     best_sides,
     floor_ratio,
@@ -80,17 +81,41 @@ def decode_table(result: dict[str, Any]) -> str:
 def _verdict(result: dict[str, Any]) -> list[str]:
     """Ours against the best peers over all rows, and which peers are missing from which why."""
     text = []
-    labels, summary = result["peer_labels"], result["summary"]
+    summary = result["summary"]
     if summary["rows_with_ratio"]:
         text.append(
             f"Ours / best peer: geometric mean {summary['geometric_mean']:.3f}, worst"
             f" {summary['worst_ratio']:.3f}; in {summary['faster_rows']} of"
             f" {summary['rows_with_ratio']} rows our slowest repeat beats every peer's fastest."
         )
-    gaps = sorted({(name, why) for row in result["cases"] for name, why in row["gaps"].items()})
-    if result["peers"] and gaps:
-        text.append("Gaps: " + "; ".join(f"{labels[name]}: {why}" for name, why in gaps) + ".")
-    return text
+    return text + _gaps(result)
+
+
+def _gaps(result: dict[str, Any]) -> list[str]:
+    """Which peers are missing from which rows, and why."""
+    labels, count = result["peer_labels"], len(result["cases"])
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in result["cases"]:
+        for name, why in row["gaps"].items():
+            rows.setdefault((name, why), []).append(f"`{row['case']}`")
+    if not result["peers"] or not rows:
+        return []
+    told = []
+    for (name, why), cases in sorted(rows.items()):
+        where = "" if len(cases) == count else f" ({', '.join(cases)})"
+        told.append(f"{labels[name]}: {why}{where}")
+    return ["Gaps: " + "; ".join(told) + "."]
+
+
+def _failures(result: dict[str, Any]) -> list[str]:
+    """Sides whose results were wrong, or that did not run: a dash in the table."""
+    told = [
+        f"`{row['case']}` {side['side']}: {side['failure']}"
+        for row in result["cases"]
+        for side in row["sides"]
+        if "failure" in side
+    ]
+    return ["Failed: " + "; ".join(told) + "."] if told else []
 
 
 #: Tiers that run a library's kernel, and what `bench decode` calls the library by itself.
@@ -228,6 +253,7 @@ def gdn_table(result: dict[str, Any]) -> str:
             f"Ours / best peer of those measured: geometric mean {summary['geometric_mean']:.3f},"
             f" worst row {summary['worst_ratio']:.3f}."
         )
+    text += [*_gaps(result), *_failures(result)]
     text.append(_provenance(result))
     return "\n".join(text)
 
@@ -238,12 +264,17 @@ def gdn_model_table(result: dict[str, Any]) -> str:
     return gdn_table({**result, "cases": cases, "summary": summarize(cases)})
 
 
+def _is_right(row: dict[str, Any]) -> bool:
+    """Whether what a configuration computed was right."""
+    return max(row["out"], row["state"]) <= OUR_TOLERANCE
+
+
 def gdn_configs_table(result: dict[str, Any]) -> str:
     """benchmarks/gdn_configs.py: each kernel by itself, and all of them."""
     times = {
         (row["case"], row["config"], row["kernel"]): statistics.median(row["us"])
         for row in result["rows"]
-        if row.get("us")
+        if row.get("us") and _is_right(row)
     }
     labels = {"prepare_kernel": "prepare"}
     if any(kernel == "segment_kernel" for _, _, kernel in times):  # of split sequences
@@ -312,7 +343,7 @@ def gdn_decode_table(result: dict[str, Any]) -> str:
 def gdn_decode_configs_table(result: dict[str, Any]) -> str:
     """benchmarks/gdn_decode_configs.py: the default configuration and the fastest of each case."""
     times: dict[str, dict[str, float]] = {}
-    for row in result["rows"]:
+    for row in filter(_is_right, result["rows"]):
         times.setdefault(row["case"], {})[row["config"]] = statistics.median(row["us"])
     rows = []
     for case, configs in times.items():

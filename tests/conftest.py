@@ -198,6 +198,7 @@ class _Accounts:
         ran = {t for t, c in self.counts.items() if c["passed"] + c["failed"]}
         return sorted(required_tiers(self.config) - ran)
 
+    @pytest.hookimpl(tryfirst=True)  # to end workers takes longer than an impatient caller waits
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self.collected = session.testscollected
         if self.missing() and not self.config.option.collectonly and exitstatus in (0, 5):

@@ -13,7 +13,7 @@ import torch_attn_tiers
 from tests import gdn_oracle
 from tests.test_bench import CPU, ScriptedClock
 from torch_attn_tiers.cli import main
-from torch_attn_tiers.cli.bench import gdn, gdn_cases, gdn_sides
+from torch_attn_tiers.cli.bench import gdn, gdn_cases, gdn_sides, running
 from torch_attn_tiers.cli.bench.clock import WallClock
 from torch_attn_tiers.cli.bench.gdn_cases import CASES, GdnCase, GdnInputs
 from torch_attn_tiers.cli.bench.gdn_sides import GdnPeer, GdnSide
@@ -58,13 +58,11 @@ def scripted(*medians: float) -> ScriptedClock:
 
 
 def test_ratios_and_the_cost_of_checkpoints(invented: Any) -> None:
-    # ours, .h_fla, .h_compact, .pool, .pool_tracked, fla, beta, fill h
-    row = run(scripted(6.0, 10.0, 9.0, 6.0, 7.0, 12.0, 5.0, 2.0))["cases"][0]
+    # ours, .h_fla, .h_compact, .pool, .pool_tracked, fla, beta, fill h of fla and compact
+    row = run(scripted(6.0, 10.0, 9.0, 6.0, 7.0, 12.0, 5.0, 2.0, 1.5))["cases"][0]
     assert row["our_us"] == 6.0 and row["our_tier"] == "reference"
     assert row["best_peer"] == "beta" and row["ratio"] == 1.2 and row["fla_ratio"] == 0.5
-    assert row["faster"] is False and row["h_cost"] == {
-        "fla": 2.0, "compact": 1.5, "pool": 0.0, "tracked": 0.5,
-    }  # fmt: skip
+    assert row["faster"] is False and row["h_cost"] == {"fla": 2.0, "compact": 2.0}
     assert row["gaps"] == {}
 
 
@@ -93,7 +91,7 @@ def test_report_and_json(
     invented: Any, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "result.json"
-    result = run(scripted(6.0, 10.0, 9.0, 6.0, 7.0, 12.0, 5.0, 2.0), out=str(out))
+    result = run(scripted(6.0, 10.0, 9.0, 6.0, 7.0, 12.0, 5.0, 2.0, 1.5), out=str(out))
     assert json.loads(out.read_text()) == result and result["complete"]
     gdn.print_report(result)
     assert "1.200" in capsys.readouterr().out
@@ -118,7 +116,7 @@ def test_our_sides_are_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
         "prepare",
         lambda op, *args, **named: prepared.append(str(op)) or real(op, *args, **named),
     )
-    run(scripted(*[1.0] * 6), peers=[])
+    run(scripted(*[1.0] * 7), peers=[])
     names = [name.removeprefix("attn_tiers.gdn_chunk_prefill.") for name in prepared]
     assert names == ["default", "h_fla", "h_compact", "pool_", "pool_"]
 
@@ -130,6 +128,49 @@ def test_kept_state_that_is_wrong_is_seen() -> None:
     assert all(error < 1e-5 for error in side.errors(inputs).values())
     side.results[2].mul_(1.1)
     assert side.errors(inputs)["tracked"] > 0.09
+
+
+@pytest.mark.parametrize("layout", ["fla", "compact"])
+def test_checkpoint_that_is_wrong_is_seen(layout: str) -> None:
+    inputs = GdnInputs(SMALL, torch.float32, CPU, 0)
+    side = gdn_sides.ours(inputs, "reference", layout)
+    side.calls[-1]()
+    assert all(error < 1e-5 for error in side.errors(inputs).values())
+    rows = SMALL.rows_of_h(layout)
+    assert rows == {"fla": 3, "compact": 1}[layout]
+    side.results[2].flatten(0, -4)[rows - 1].mul_(1.1)
+    assert side.errors(inputs)["h"] > 0.01
+    assert any(one is side.results[2] for one in side.checked)
+
+
+def test_prompts_without_a_complete_chunk_have_no_checkpoint_to_be_wrong() -> None:
+    inputs = GdnInputs(GdnCase("short", 1, 2, (63, 1)), torch.float32, CPU, 0)
+    side = gdn_sides.ours(inputs, "reference", "compact")
+    side.calls[-1]()
+    assert set(side.errors(inputs)) == {"out", "state"}
+
+
+def test_forced_tier_that_does_not_take_a_case_is_no_failure() -> None:
+    result = run(scripted(1.0), peers=[], forms=["compact"], tier="flashinfer")
+    (side,) = result["cases"][0]["sides"]
+    assert side["eligible"] is False and "TierNotEligibleError" in side["failure"]
+    assert running.exit_status(result) == 0
+    side.pop("eligible")
+    assert running.exit_status(result) == 1
+
+
+def test_interrupted_run_leaves_a_summary(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    out = tmp_path / "result.json"
+    monkeypatch.setattr(
+        running, "free", lambda device: (_ for _ in ()).throw(KeyboardInterrupt("enough"))
+    )
+    with pytest.raises(KeyboardInterrupt, match="enough"):
+        run(scripted(1.0), peers=[], forms=[None], out=str(out))
+    result = json.loads(out.read_text())
+    assert len(result["cases"]) == 1 and result["summary"]["rows"] == 1
+    assert not result["complete"]
 
 
 def test_reference_is_the_recurrence() -> None:

@@ -188,12 +188,14 @@ def test_gdn_tables(tables: ModuleType) -> None:
         "compared": True,
     }  # fmt: skip
     fla = {**side, "side": "fla", "peer": "fla", "median_us": 40.0}
-    wrong = {**fla, "side": "fla", "h": "compact", "right": False}
+    wrong = {**fla, "side": "fla.h", "h": "compact", "right": False, "failure": "wrong: h 0.2"}
     alone = {**fla, "side": "fla:kernel", "compared": False}
     with_h = {**side, "h": "compact", "median_us": 30.0}
     row = {"case": "1x8k", "q_heads": 1, "v_heads": 2, "floor_us": 3.0, "ratio": 0.501,
-           "faster": True, "sides": [side, fla, wrong, alone, with_h]}  # fmt: skip
-    result = {**common, "cases": [row], "peer_labels": {"fla": "FLA"}, "repeats": 3,
+           "faster": True, "sides": [side, fla, wrong, alone, with_h],
+           "gaps": {"qla": "not installed"}}  # fmt: skip
+    result = {**common, "cases": [row], "peer_labels": {"fla": "FLA", "qla": "QLA"},
+              "repeats": 3, "peers": ["fla"],
               "copy_tb_per_s": 4.2, "summary": {"rows_with_ratio": 0}}  # fmt: skip
     lines = tables.gdn_table(result).splitlines()
     assert lines[0] == (
@@ -201,6 +203,8 @@ def test_gdn_tables(tables: ModuleType) -> None:
         "faster than all | ours, host |"
     )
     assert lines[2] == "| `1x8k` | 1/2 | 3.0 | 20.0 | 40.0 | 30.0 | - | 0.501 | yes | 9 |"
+    assert "Gaps: QLA: not installed." in lines
+    assert "Failed: `1x8k` fla.h: wrong: h 0.2." in lines
     result["cases"].append({**row, "case": "2/8_1x8k", "ratio": 2.0})
     lines = tables.gdn_model_table(result).splitlines()
     assert len([line for line in lines if line.startswith("| `")]) == 1
@@ -210,13 +214,17 @@ def test_gdn_tables(tables: ModuleType) -> None:
         ("prepare_kernel", "default", 5.0), ("scan_kernel", "default", 7.0),
         ("run", "default", 13.0), ("scan_kernel", "bv=32", 4.0), ("run", "bv=32", 10.0),
     ]  # fmt: skip
-    rows = [{"case": "1x8k", "kernel": k, "config": c, "us": [us] * 3} for k, c, us in times]
+    right = {"out": 0.003, "state": 0.001}
+    rows = [
+        {"case": "1x8k", "kernel": k, "config": c, "us": [us] * 3, **right} for k, c, us in times
+    ]
+    rows.append({**rows[-1], "config": "bv=16", "us": [1.0], "state": 0.1})  # wrong
     lines = tables.gdn_configs_table({**common, "rows": rows}).splitlines()
     assert lines[2:4] == [
         "| `1x8k` | `bv=32` | - | 4 | 10 |",
         "| `1x8k` | `default` | 5 | 7 | 13 |",
     ]
-    rows.append({"case": "1x8k", "kernel": "segment_kernel", "config": "default", "us": [2.0]})
+    rows.append({**rows[0], "kernel": "segment_kernel", "us": [2.0]})
     lines = tables.gdn_configs_table({**common, "rows": rows}).splitlines()
     assert lines[0] == (
         "| case | configuration | prepare | segments | chain | scan | all launches |"
@@ -287,7 +295,10 @@ def test_gdn_decode_table_of_a_missing_peer_and_a_failure(tables: ModuleType) ->
     text = tables.gdn_decode_table(result)
     assert text.splitlines()[2] == "| `b8_float32` | 17 MB | 8.0 | - | - | - | - | - | - |"
     assert "Peer A" not in text.splitlines()[0]
-    assert "Gaps: Peer A: a is not installed; Peer B: b is not installed." in text
+    assert (
+        "Gaps: Peer A: a is not installed (`b8_float32`); Peer B: b is not installed "
+        "(`b8_float32`)." in text
+    )
 
 
 def test_gdn_decode_configs_table(tables: ModuleType) -> None:
@@ -296,7 +307,11 @@ def test_gdn_decode_configs_table(tables: ModuleType) -> None:
         ("b64_float32", "default", [68.0] * 3), ("b64_float32", "lanes=16", [68.9] * 3),
         ("b1_float32", "lanes=16", [3.0] * 3),
     ]  # fmt: skip
-    rows = [{"case": case, "config": config, "us": us} for case, config, us in times]
+    rows = [
+        {"case": case, "config": config, "us": us, "out": 0.002, "state": 1e-7}
+        for case, config, us in times
+    ]
+    rows.append({**rows[0], "config": "bv=16", "us": [1.0], "out": float("nan")})  # wrong
     result = {**counts_result(), "rows": rows, "copy_tb_per_s": 4.0}
     lines = tables.gdn_decode_configs_table(result).splitlines()
     assert lines[2:5] == [  # 2 x 8 MiB of states and 0.2 MB of tokens at 4 TB/s

@@ -497,6 +497,58 @@ def test_table_keeps_the_orders_of_other_operators(
     assert ops["other"] == other and ops["decode"]["orders"]
 
 
+def test_part_of_a_run_leaves_what_else_the_table_orders(
+    folder: pathlib.Path, tiers: dict[str, Right], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def table() -> dict[str, Any]:
+        part: dict[str, Any] = json.loads((folder / "cpu.json").read_text())["ops"]["decode"]
+        return part
+
+    def orders() -> list[str]:
+        return [names for sizes in table()["orders"].values() for names in sizes.values()]
+
+    _session(folder).run(POINTS)
+    assert orders() == ["a b c"] * 3
+    (folder / "result.json").unlink()
+    monkeypatch.setattr(environment, "commit", lambda: "def456")
+
+    def run_in_part(clock: Clock | None = None) -> None:
+        is_over = itertools.chain((False, False), itertools.repeat(True))  # after one class
+        monkeypatch.setattr(Session, "_is_over", lambda self: next(is_over))
+        assert not _session(folder, clock).run(POINTS)["complete"]
+
+    times = {"a": (30.0,) * 3, "b": (20.0,) * 3, "c": (10.0,) * 3}
+    run_in_part(Script(times.__getitem__))
+    assert sorted(orders()) == ["a b c", "a b c", "c b a"]
+    assert table()["commit"] == "def456" and table()["before"]["commit"] == "abc123"
+
+    written = json.loads((folder / "cpu.json").read_text())
+    written["ops"]["decode"]["versions"] = {"torch": "0.0"}
+    (folder / "cpu.json").write_text(json.dumps(written))
+    (folder / "result.json").unlink()
+    run_in_part()
+    assert orders() == ["a b c"] and "before" not in table()
+
+
+def test_interrupted_run_leaves_what_it_has(
+    folder: pathlib.Path, tiers: dict[str, Right], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    real = Session._measure
+
+    def interrupted(self: Session, one: Any) -> dict[str, Any]:
+        if measured:
+            raise KeyboardInterrupt
+        measured.append(one)
+        return real(self, one)
+
+    monkeypatch.setattr(Session, "_measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _session(folder).run(POINTS)  # the second point is of the first one's kind
+    result = json.loads((folder / "result.json").read_text())
+    assert len(result["rows"]) == 1 and not result["complete"]
+
+
 def test_wall_clock_measures_too(folder: pathlib.Path, tiers: dict[str, Right]) -> None:
     (row,) = _session(folder, WallClock(), repeats=1).run(POINTS[:1])["rows"]
     assert all(us[0] > 0 for tier in row["tiers"] for us in tier["us"].values())
@@ -520,6 +572,29 @@ def test_builds_are_by_tier_and_kind_and_not_of_what_a_process_keeps(
     failures = building.build_ahead(builds, [], workers=2)
     assert [tier.builds for tier in tiers.values()] == [3, 3, 3]
     assert len(failures) == 2 and all("no such instruction" in failure for failure in failures)
+
+
+def test_interrupted_builds_are_not_waited_for(
+    tiers: dict[str, Right], folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def prepare_all(build: Any) -> None:
+        begun.set()
+        may_end.wait(60)
+
+    def interrupted(*args: Any) -> Any:
+        begun.wait(60)
+        may_end.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(building.concurrent.futures, "ProcessPoolExecutor", InThisProcess)
+    monkeypatch.setattr(building, "prepare_all", prepare_all)
+    monkeypatch.setattr(building, "prepare", interrupted)
+    monkeypatch.setattr(building, "_WITHIN_A_PROCESS", {("decode", "a")})
+    builds = session._builds(_session(folder)._work(POINTS), CPU)
+    with pytest.raises(KeyboardInterrupt):
+        building.build_ahead(builds, builds, workers=1)
 
 
 class InThisProcess(building.concurrent.futures.ThreadPoolExecutor):

@@ -212,6 +212,15 @@ def section(
     return {**about, "orders": kinds}
 
 
+def orders_of(op: str, part: Mapping[str, Any]) -> dict[ProblemClass, list[str]]:
+    """The orders of an operator's part of a table, as :func:`section` takes them."""
+    return {
+        ProblemClass.parse(op, f"{kind} {sizes}"): names.split()
+        for kind, orders in part["orders"].items()
+        for sizes, names in orders.items()
+    }
+
+
 def forget() -> None:
     """Read the tables anew when they are next needed. For tests."""
     with _lock:
@@ -258,10 +267,8 @@ class _Table:
         self._steps = _steps(len(self._scheme.sizes))
         #: Names of tiers, and the class that was measured.
         self._measured: dict[tuple[_Kind, _Sizes], tuple[list[str], ProblemClass]] = {}
-        for kind, orders in written["orders"].items():
-            for sizes, names in orders.items():
-                one = ProblemClass.parse(op, f"{kind} {sizes}")
-                self._measured[one.kind, one.sizes] = names.split(), one
+        for one, names in orders_of(op, written).items():
+            self._measured[one.kind, one.sizes] = names, one
         # Both have 16 bits and one rate, so that only one of them need be measured.
         for names, one in list(self._measured.values()):
             twin = tuple("float16" if value == "bfloat16" else value for value in one.kind)

@@ -33,6 +33,7 @@ from torch_attn_tiers.cli.bench.running import (
     say,
 )
 from torch_attn_tiers.cli.bench.sides import Side, our_side
+from torch_attn_tiers.errors import TierNotEligibleError
 from torch_attn_tiers.tier import tier_names
 
 _QUICK_REPEATS = 3
@@ -176,7 +177,9 @@ def _run_case(
         try:
             side = our_side(inputs, tier, layout)
         except Exception as error:
-            failed = {"us": [], "right": False, "failure": in_words(error)}
+            failed: dict[str, Any] = {"us": [], "right": False, "failure": in_words(error)}
+            if tier != "auto" and isinstance(error, TierNotEligibleError):
+                failed["eligible"] = False
             rows.append({"side": name, "peer": None, **failed, **notes})
         else:
             side.name = name

@@ -37,6 +37,7 @@ from torch_attn_tiers.cli.bench.running import (
     run_cases,
 )
 from torch_attn_tiers.cli.console import console, print_table
+from torch_attn_tiers.errors import TierNotEligibleError
 from torch_attn_tiers.tier import tier_names
 
 _OP = "gdn_chunk_prefill"
@@ -159,10 +160,13 @@ class _Sides:
         try:
             self.add(gdn_sides.ours(inputs, tier, form))
         except Exception as error:
-            self.rows.append(
-                {"side": "ours", "peer": None, "h": form, "compared": True, "us": [],
-                 "right": False, "failure": in_words(error)}
-            )  # fmt: skip
+            row: dict[str, Any] = {
+                "side": "ours", "peer": None, "h": form, "compared": True, "us": [],
+                "right": False, "failure": in_words(error),
+            }  # fmt: skip
+            if tier != "auto" and isinstance(error, TierNotEligibleError):
+                row["eligible"] = False
+            self.rows.append(row)
 
     def add_peer(self, inputs: GdnInputs, name: str) -> None:
         peer = gdn_sides.PEERS[name]
@@ -194,12 +198,17 @@ def _run_case(
         sides.add_ours(inputs, tier, form)
     for name in peers:
         sides.add_peer(inputs, name)
-    fill = clock.record(gdn_sides.fill_h(inputs))
-    fill_us = []
+    fills = {
+        layout: clock.record(gdn_sides.fill_h(inputs, layout))
+        for layout in gdn_sides.LAYOUTS
+        if layout in forms and case.rows_of_h(layout)
+    }
+    fill_us: dict[str, list[float]] = {layout: [] for layout in fills}
     for _ in range(repeats):
         for _side, recording, row in sides.recorded:
             row["us"].append(round(recording.measure(), 3))
-        fill_us.append(round(fill.measure(), 3))
+        for layout, fill in fills.items():
+            fill_us[layout].append(round(fill.measure(), 3))
     for side, recording, row in sides.recorded:
         _check(side, recording, row, inputs)
         row["calls"] = recording.calls
@@ -237,13 +246,12 @@ def judge(row: dict[str, Any], copy_rate: float) -> None:
 
     `ratio` is our median without checkpoints over that of the best peer without them; `fla_ratio`
     over FLA's; `faster` says that our slowest repeat beats every peer's fastest. `h_cost` holds for
-    each form of `--h` what it adds to our time, in multiples of the time to fill checkpoints.
+    each layout of checkpoints what they add to our time, in multiples of the time to fill them.
     """
     row["floor_us"] = round(row["moved_bytes"] / copy_rate * 1e6, 3)
     for side in row["sides"]:
         if side["us"]:
             side["median_us"] = round(statistics.median(side["us"]), 3)
-    fill_us = statistics.median(row["fill_h_us"])
     right = [side for side in row["sides"] if side["right"] and side["compared"]]
     plain = {s["peer"]: s for s in right if s["h"] is None}
     our = plain.pop(None, None)
@@ -262,9 +270,12 @@ def judge(row: dict[str, Any], copy_rate: float) -> None:
     if our and plain:
         row["faster"] = max(our["us"]) < min(min(side["us"]) for side in plain.values())
     row["h_cost"] = {
-        side["h"]: round((side["median_us"] - our["median_us"]) / fill_us, 3)
+        side["h"]: round(
+            (side["median_us"] - our["median_us"]) / statistics.median(row["fill_h_us"][side["h"]]),
+            3,
+        )
         for side in right
-        if our and side["peer"] is None and side["h"] is not None
+        if our and side["peer"] is None and side["h"] in row["fill_h_us"]
     }
 
 
@@ -278,8 +289,10 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def _one_line(row: dict[str, Any]) -> str:
-    fill = f"fill h {statistics.median(row['fill_h_us']):.1f}"
-    return f"{one_line(row)}, {fill}"
+    fills = [
+        f", fill h {layout} {statistics.median(us):.1f}" for layout, us in row["fill_h_us"].items()
+    ]
+    return one_line(row) + "".join(fills)
 
 
 def print_report(result: dict[str, Any]) -> None:
@@ -313,7 +326,8 @@ def _table(result: dict[str, Any]) -> Table:
     table = Table()
     table.add_column("case")
     for heading in (
-        "floor", "ours / best", "ours / FLA", "h cost fla", "compact", "fill h", "host us",
+        "floor", "ours / best", "ours / FLA", "h cost fla", "compact", "fill h fla", "compact",
+        "host us",
         *headings,
     ):  # fmt: skip
         table.add_column(heading, justify="right")
@@ -327,11 +341,16 @@ def _table(result: dict[str, Any]) -> Table:
             number(row["fla_ratio"], 3),
             number(row["h_cost"].get("fla"), 2),
             number(row["h_cost"].get("compact"), 2),
-            number(statistics.median(row["fill_h_us"]), 1),
+            *(_fill(row, layout) for layout in gdn_sides.LAYOUTS),
             number(host, 0),
             *[_cell(by_name.get(name)) for name in headings],
         )
     return table
+
+
+def _fill(row: dict[str, Any], layout: str) -> str:
+    us = row["fill_h_us"].get(layout)
+    return number(statistics.median(us) if us else None, 1)
 
 
 def _cell(side: dict[str, Any] | None) -> str:

@@ -41,6 +41,10 @@ class GdnCase:
         """Rows of h in FLA's layout that hold a state."""
         return sum(-(-n // CHUNK) for n in self.lengths)
 
+    def rows_of_h(self, layout: str) -> int:
+        """Rows of h in a layout that hold a state."""
+        return self.checkpoints if layout == "fla" else self.complete_chunks
+
     @property
     def track_lens(self) -> tuple[int, ...]:
         """After how many tokens a prefix cache keeps a state: at the last chunk that ends inside.
@@ -138,6 +142,13 @@ class GdnInputs:
         """Output `[1,T,Hv,V]` and final state `[N,Hv,V,K]` of the last set, in float64."""
         return self._computed(slice(None), self.case.lengths)
 
+    def states(self, layout: str) -> torch.Tensor:
+        """The checkpoints `[R,Hv,V,K]` of the last set in a layout, in float64."""
+        R, D = self.case.rows_of_h(layout), HEAD_SIZE
+        h = torch.empty(R, self.case.v_heads, D, D, dtype=torch.float64, device=self.device)
+        self._computed(slice(None), self.case.lengths, h, layout)
+        return h
+
     @functools.cached_property
     def tracked_states(self) -> torch.Tensor:
         """The states `[N,Hv,V,K]` after `track_lens` tokens of the last set, in float64."""
@@ -147,8 +158,14 @@ class GdnInputs:
         ]
         return self._computed(torch.cat(prefixes).to(self.device), self.case.track_lens)[1]
 
-    def _computed(self, tokens: Any, lengths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and last states of some tokens of the last set."""
+    def _computed(
+        self,
+        tokens: Any,
+        lengths: tuple[int, ...],
+        h: torch.Tensor | None = None,
+        h_layout: str | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and last states of some tokens of the last set; checkpoints into h."""
         last = self.sets - 1
         q, k = (l2norm(x[last][:, tokens]).double() for x in (self.q, self.k))
         v, g, beta = (x[last][:, tokens].double() for x in (self.v, self.g, self.beta))
@@ -156,7 +173,7 @@ class GdnInputs:
         final_state = self.initial_state.double()
         bounds = torch.tensor([0, *itertools.accumulate(lengths)], device=self.device)
         gdn_chunk_prefill(
-            q, k, v, g, beta, self.initial_state, bounds, out, final_state, None, None,
-            scale=self.scale,
+            q, k, v, g, beta, self.initial_state, bounds, out, final_state, h, None,
+            scale=self.scale, h_layout=h_layout,
         )  # fmt: skip
         return out, final_state

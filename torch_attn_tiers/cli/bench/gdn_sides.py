@@ -26,6 +26,8 @@ from torch_attn_tiers.cli.bench.gdn_cases import CHUNK, HEAD_SIZE, GdnInputs
 # Relative Frobenius error of out and of the last state in bfloat16; above it a result is wrong.
 OUR_TOLERANCE = 5e-3
 PEER_TOLERANCE = 1e-2
+#: Of checkpoints.
+LAYOUTS = ("fla", "compact")
 
 
 @dataclass
@@ -34,7 +36,8 @@ class GdnSide:
 
     name: str
     calls: list[Call]  # one for each set of inputs; each returns out and leaves results
-    results: list[Tensor]  # of the last call: out, the last state; the kept one if `tracked`
+    #: Of the last call: out, the last state; then h, or the kept states if `tracked`.
+    results: list[Tensor]
     peer: str | None = None  # the peer it stands for; None is ours
     form: str | None = None  # what it does beside out and last states; see FORMS
     compared: bool = True
@@ -48,7 +51,7 @@ class GdnSide:
     @property
     def checked(self) -> list[Tensor]:
         """The results that are compared."""
-        return self.results[: 3 if self.form == "tracked" else 2]
+        return self.results[: 3 if self.form in ("tracked", *LAYOUTS) else 2]
 
     def errors(self, inputs: GdnInputs) -> dict[str, float]:
         """Relative errors of what the last call has left; NaN if it holds one."""
@@ -60,6 +63,9 @@ class GdnSide:
         kept = [i for i, count in enumerate(inputs.case.track_lens) if count]
         if self.form == "tracked" and kept:
             pairs["tracked"] = (self.results[2][kept], inputs.tracked_states[kept])
+        if self.form in LAYOUTS and (rows := inputs.case.rows_of_h(self.form)):
+            h = self.results[2].flatten(0, -4)  # FLA's has a dimension for the batch
+            pairs["h"] = (h[:rows], inputs.states(self.form))
         return {
             name: ((got.double() - wanted).norm() / wanted.norm()).item()
             for name, (got, wanted) in pairs.items()
@@ -82,7 +88,7 @@ def _side(
 
 #: What our sides may do beside outputs and last states: write checkpoints in a layout, or read and
 #: write states in a pool, with one kept inside each prompt or none.
-FORMS = ("fla", "compact", "pool", "tracked")
+FORMS = (*LAYOUTS, "pool", "tracked")
 
 
 def ours(inputs: GdnInputs, tier: str, form: str | None) -> GdnSide:
@@ -148,12 +154,15 @@ def _pooled(inputs: GdnInputs, form: str) -> _Form:
     return operator, rest, lambda out: (out, pool[N : 2 * N], pool[2 * N :])
 
 
-def fill_h(inputs: GdnInputs) -> list[Call]:
-    """Filling float32 checkpoints of the case, the least that writing them can cost."""
+def fill_h(inputs: GdnInputs, layout: str) -> list[Call]:
+    """Filling float32 checkpoints of the case, the least that writing them can cost.
+
+    Two buffers take turns, as those do that our calls allocate in a graph: each is new while the
+    last one is held.
+    """
     case = inputs.case
-    shape = (case.checkpoints, case.v_heads, HEAD_SIZE, HEAD_SIZE)
-    count = max(2, min(8, (1 << 30) // inputs.checkpoint_bytes))
-    buffers = [torch.empty(shape, device=inputs.device) for _ in range(count)]
+    shape = (case.rows_of_h(layout), case.v_heads, HEAD_SIZE, HEAD_SIZE)
+    buffers = [torch.empty(shape, device=inputs.device) for _ in range(2)]
     return [functools.partial(buffer.fill_, 0.0) for buffer in buffers]
 
 

@@ -45,12 +45,18 @@ def build_ahead(builds: Iterable[Build], plans: Iterable[Build], workers: int) -
             max(1, min(workers, len(elsewhere))), mp_context=multiprocessing.get_context("spawn")
         ) as pool:
             compiled = [pool.submit(prepare_all, build) for build in elsewhere]
-            here = [(p, plan) for plan in plans if _is_only_here(plan) for p in plan.points]
-            for point, plan in here[:_MOST_PLANS]:
-                if all(one.done() for one in compiled):
-                    break
-                prepare(point, plan.tier, plan.device)
-            failures = [one.result() for one in compiled]
+            try:
+                here = [(p, plan) for plan in plans if _is_only_here(plan) for p in plan.points]
+                for point, plan in here[:_MOST_PLANS]:
+                    if all(one.done() for one in compiled):
+                        break
+                    prepare(point, plan.tier, plan.device)
+                failures = [one.result() for one in compiled]
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in multiprocessing.active_children():
+                    process.terminate()  # or this one would wait for what they have begun
+                raise
     except BrokenProcessPool as error:  # this process then compiles what is missing
         failures.append(in_words(error))
     return [failure for failure in failures if failure is not None]

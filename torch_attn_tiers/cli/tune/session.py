@@ -105,15 +105,17 @@ class Session:
             with self._counted("build ahead"):
                 self._build_ahead(work)
         left = len(work)
-        with torch.no_grad():
-            for _kind, group in itertools.groupby(work, lambda one: one.problem_class.kind):
-                if self._is_over():
-                    break
-                left -= self._batch(list(group))
-                self._write(complete=False)
-        free(self.device)
-        if self.result["rows"]:
-            self._write(complete=left == 0)
+        try:
+            with torch.no_grad():
+                for _kind, group in itertools.groupby(work, lambda one: one.problem_class.kind):
+                    if self._is_over():
+                        break
+                    left -= self._batch(list(group))
+                    self._write(complete=False)
+            free(self.device)
+        finally:  # interrupted too: what is measured stays
+            if self.result["rows"]:
+                self._write(complete=left == 0)
         if self.spent:
             say(f"seconds: {', '.join(f'{name} {s:.1f}' for name, s in self.spent.items())}")
         if left:
@@ -254,7 +256,11 @@ def order_of_row(row: dict[str, Any]) -> list[str]:
 
 
 def write_table(path: pathlib.Path, result: dict[str, Any]) -> None:
-    """The table of a result: its operator's part is replaced, the others stay."""
+    """The table of a result: its operator's part is replaced, the others stay.
+
+    Of a part that holds under the same versions the orders stay that a result in part does not
+    have.
+    """
     table: dict[str, Any] = {"device": result["device"]["name"], "ops": {}}
     if path.exists():
         table["ops"] = json.loads(path.read_text())["ops"]
@@ -262,6 +268,12 @@ def write_table(path: pathlib.Path, result: dict[str, Any]) -> None:
     orders = {ProblemClass.parse(op, row["class"]): row["order"] for row in result["rows"]}
     about = {name: result[name] for name in ("command", "commit", "date")}
     about["versions"] = result["table_versions"]
+    before = table["ops"].get(op)
+    if before and not result["complete"] and before["versions"] == about["versions"]:
+        kept = ranking.orders_of(op, before)
+        if kept.keys() - orders.keys():
+            about["before"] = {name: before.get(name) for name in ("commit", "date")}
+        orders = {**kept, **orders}
     table["ops"][op] = ranking.section(orders, about)
     _write_whole(path, json.dumps(table, indent=1) + "\n")
 
