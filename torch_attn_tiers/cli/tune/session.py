@@ -272,7 +272,9 @@ def write_table(path: pathlib.Path, result: dict[str, Any]) -> None:
     if before and not result["complete"] and before["versions"] == about["versions"]:
         kept = ranking.orders_of(op, before)
         if kept.keys() - orders.keys():
-            about["before"] = {name: before.get(name) for name in ("commit", "date")}
+            origin = {name: before.get(name) for name in ("commit", "date")}
+            is_ours = all(origin[name] == about[name] for name in origin)  # of this very run
+            about["before"] = before.get("before") if is_ours else origin
         orders = {**kept, **orders}
     table["ops"][op] = ranking.section(orders, about)
     _write_whole(path, json.dumps(table, indent=1) + "\n")
