@@ -112,16 +112,18 @@ class Launch:
         """Compiles and loads the kernel on a CUDA device, unless that is done."""
         key = (device_index, self.specialization)
         examples = self._described([_StandIn(*pointer) for pointer in self.pointers.values()])
-        with _COMPILE_LOCKS.setdefault(self.kernel, threading.Lock()):
-            compiled = _COMPILED.get(key)
-            if compiled is None:
-                with torch.cuda.device(device_index):
-                    compiled = self.kernel.warmup(
-                        *examples, *self._tail, grid=self.grid, **self.options
-                    )
-                    with _LOAD_LOCK:
-                        compiled._init_handles()  # loads the module, which a capture may not do
-                _COMPILED[key] = compiled
+        compiled = _COMPILED.get(key)
+        if compiled is None:
+            with _COMPILE_LOCKS.setdefault(self.kernel, threading.Lock()):
+                compiled = _COMPILED.get(key)
+                if compiled is None:
+                    with torch.cuda.device(device_index):
+                        compiled = self.kernel.warmup(
+                            *examples, *self._tail, grid=self.grid, **self.options
+                        )
+                        with _LOAD_LOCK:
+                            compiled._init_handles()  # loads the module: not for captures
+                    _COMPILED[key] = compiled
         arguments_of: _Arguments = _addresses
         if self.boxes:
             arguments_of = functools.partial(_with_descriptors, examples)

@@ -25,7 +25,7 @@ def outside_pools(device: DeviceFacts, make: Callable[[], Sequence[Tensor]]) -> 
 
     def run() -> None:
         try:
-            stream = torch.cuda.Stream(device.index)
+            stream = _stream(device.index)
             with torch.cuda.device(device.index), torch.cuda.stream(stream), torch.no_grad():
                 made.extend(make())
                 stream.synchronize()
@@ -38,3 +38,14 @@ def outside_pools(device: DeviceFacts, make: Callable[[], Sequence[Tensor]]) -> 
     if errors:
         raise errors[0]
     return tuple(made)
+
+
+def _stream(device_index: int) -> torch.cuda.Stream:
+    """A stream that nobody captures. There are 32 that PyTorch hands out in turn, to captures as
+    well."""
+    for _ in range(32):
+        stream = torch.cuda.Stream(device_index)
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return stream
+    return torch.cuda.Stream(device_index, priority=-1)  # of others

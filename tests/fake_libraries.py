@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import math
 import sys
 import types
@@ -357,3 +358,12 @@ def put(tier: Tier, *, instead_of: Tier) -> None:
     cascade = tiers._cascades[tier.op]
     cascade[cascade.index(instead_of)] = tier
     tiers._changed()
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """A package is not to be found; others are as they were, since answers are remembered."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, *rest: None if name == package else find_spec(name, *rest),
+    )

@@ -20,7 +20,7 @@ import torch_attn_tiers
 from csrc_free_ops.facts import DeviceFacts
 from torch_attn_tiers import Tier, TierNotEligibleError, dispatch, explain, register_tier
 from torch_attn_tiers import tier as tier_module
-from torch_attn_tiers.options import read_environment
+from torch_attn_tiers.options import read_environment, tables_folder
 from torch_attn_tiers.tier import all_names
 
 pytestmark = pytest.mark.usefixtures("without_libraries")
@@ -254,6 +254,8 @@ def test_environment_sets_the_defaults(first: Invented, second: Invented) -> Non
         read_environment(all_names, {"ATTN_TIERS_FORCE": "decode:unfused"})
         assert _ran(*_qkv()) == "unfused"
         assert explain("decode", *_qkv()).chosen == "unfused"
+        read_environment(all_names, {"ATTN_TIERS_TABLES": "/some/folder"})
+        assert tables_folder() == "/some/folder"
         for name, value in (
             ("ATTN_TIERS_DISABLE", "decode"),
             ("ATTN_TIERS_FORCE", "decode:first,decode:second"),
@@ -283,7 +285,7 @@ def test_misspelt_variable_is_an_error_that_lists_the_known_ones() -> None:
         read_environment(all_names, {"ATTN_TIER_X": "", "ATTN_TIERS_DISABLED": "decode:flash"})
     assert str(error.value) == (
         "ATTN_TIERS_DISABLED='decode:flash': there is no such option; known are "
-        "ATTN_TIERS_DISABLE, ATTN_TIERS_FORCE, ATTN_TIERS_JIT, ATTN_TIERS_CHECK"
+        "ATTN_TIERS_DISABLE, ATTN_TIERS_FORCE, ATTN_TIERS_JIT, ATTN_TIERS_CHECK, ATTN_TIERS_TABLES"
     )
 
 
@@ -743,7 +745,7 @@ def test_register_tier_refuses_what_it_cannot_place() -> None:
         (dict(ready=True), TypeError, "ready is True; it must be a function"),
         (dict(release=5), TypeError, "release is 5; it must be a function or None"),
         (dict(kernel_tier="no"), TypeError, "kernel_tier is 'no'; it must be True or False"),
-        (dict(slow_build=1), TypeError, "slow_build is 1; it must be True or False"),
+        (dict(slow_build=1), TypeError, "slow_build is 1; it must be True, False or a function"),
         (dict(slow_build=True), ValueError, "slow_build=True without ready"),
     ],
 )

@@ -47,6 +47,26 @@ def test_missing_kernels_compile_at_the_same_time() -> None:
     assert all(launch.compiled for launch in launches)
 
 
+def test_compiled_kernel_does_not_wait_for_another_of_its_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @triton.jit
+    def kernel(x, n):
+        pass
+
+    one = Launch(
+        kernel, grid=1, pointers={"x": (torch.float32, True)}, scalars={"n": 3}, constants={},
+        options={},
+    )  # fmt: skip
+    monkeypatch.setattr(launch_module, "_launcher", lambda compiled, *_: compiled)
+    monkeypatch.setitem(launch_module._COMPILED, (0, one.specialization), "compiled")
+    lock = threading.Lock()
+    monkeypatch.setitem(launch_module._COMPILE_LOCKS, one.kernel, lock)
+    with lock:  # another thread compiles
+        one.compile(0)
+    assert one._launch == "compiled"
+
+
 def test_an_error_of_one_is_raised() -> None:
     launches = [Fake(None), Fake(None, MemoryError("no room"))]
     with pytest.raises(MemoryError, match="no room"):

@@ -425,6 +425,24 @@ def test_prepare_builds_the_first_of_the_order_only(write: Write, tiers: list[In
     assert [tier.builds for tier in tiers] == [0, 1, 0]
 
 
+def test_tables_of_a_folder_that_is_named_come_first(
+    write: Write, tiers: list[Invented], monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    written = write({SMALL: {"rows=4 T=128": "c b a"}})
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    monkeypatch.setattr(ranking, "tables_folder", lambda: str(mine))
+    _forget()
+    assert _record(*_qkv()).tier == "c"  # it has none for this device
+    text = written.read_text()
+    (mine / written.name).write_text(text.replace("c b a", "b c a"))
+    _forget()
+    assert _record(*_qkv()).tier == "b"
+    (mine / written.name).write_text(text.replace('"decode"', '"another"'))
+    _forget()
+    assert _record(*_qkv()).tier == "c"
+
+
 def test_order_is_asked_for_when_the_plan_is_not_known(
     write: Write, tiers: list[Invented], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,8 +39,10 @@ NVIDIA = [name for name in DEVICES if name.startswith("sm_")]
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
+    """Graphs without lengths are built, as after `prepare`: a test of its own is about that."""
     fake_libraries.forget()
-    yield
+    with torch_attn_tiers.options(jit=True):
+        yield
     fake_libraries.forget()
 
 
@@ -107,6 +109,36 @@ def test_takes_every_arrangement(arrangement: Arrangement, library: None) -> Non
     for name in NVIDIA:
         explanation = explain(call.op(), *call.args(), device=DEVICES[name], **call.scalars)
         assert explanation.chosen == "cudnn", str(explanation)
+
+
+def _ran_by(*args: Any, **kwargs: Any) -> str:
+    with torch_attn_tiers.record_dispatch() as records:
+        decode(*args, **kwargs)
+    return records[-1].tier
+
+
+def test_cache_that_grows_builds_no_graph_at_each_step(runs: None) -> None:
+    with torch_attn_tiers.options(jit=False):
+        args = _step(lengths=None)
+        verdicts = {verdict.name: verdict for verdict in explain("decode", *args).verdicts}
+        assert "not prepared" in verdicts["cudnn"].reasons[0]
+        assert _ran_by(*args) == "unfused"
+        assert torch_attn_tiers.prepare("decode", *args).chosen == "cudnn"
+        assert _ran_by(*args) == "cudnn"
+        longer = _step(lengths=None, T=144)
+        assert _ran_by(*longer) == "unfused" and _ran_by(*longer, tier="cudnn") == "cudnn"
+        assert _ran_by(*longer) == "cudnn"
+        assert _ran_by(*_step()) == "cudnn"  # one graph for all lengths
+
+
+@pytest.mark.parametrize("sizes", [dict(B=65536), dict(Hq=65536)])
+def test_more_rows_or_heads_than_a_grid_has_are_not_taken(
+    sizes: dict[str, int], library: None
+) -> None:
+    explanation = _half(**sizes).explain(DEVICES["sm_90"])
+    assert "at most 65535 batch rows and query heads" in _reasons(explanation, "cudnn")
+    sizes = dict.fromkeys(sizes, 65535 // 8 * 8)
+    assert _reasons(_half(**sizes).explain(DEVICES["sm_90"]), "cudnn") == ""
 
 
 NOT_TAKEN = {
@@ -183,7 +215,7 @@ def _verdict() -> str:
 
 
 def test_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    fake_libraries.hide(monkeypatch, "cudnn")
     assert "the package nvidia-cudnn-frontend is not installed" == _verdict()
 
 
@@ -429,7 +461,7 @@ def test_each_thread_has_a_handle_and_those_that_end_leave_theirs(runs: None) ->
     def work() -> None:
         barrier.wait()
         for _ in range(3):
-            decode(*args)
+            decode(*args, tier="cudnn")
         barrier.wait()
 
     def round_of_threads() -> None:

@@ -227,7 +227,7 @@ def test_compute_capability_10_needs_cuda_13(module: Any, monkeypatch: pytest.Mo
 
 
 def test_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    fake_libraries.hide(monkeypatch, "flashinfer")
     assert "the package flashinfer-python is not installed" in PLAIN.reasons()
 
 

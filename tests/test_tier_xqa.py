@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import logging
 import math
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -242,7 +244,7 @@ def test_pages_of_common_layouts_are_as_few_as_can_be() -> None:
 
 
 def test_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    fake_libraries.hide(monkeypatch, "flashinfer")
     assert "the package flashinfer-python is not installed" == _verdict(PLAIN)
 
 
@@ -517,6 +519,45 @@ def test_caches_are_not_copied(runs: FakeXqa) -> None:
     assert call["k_cache"].data_ptr() == key.data_ptr()
     assert call["q"].data_ptr() == query.data_ptr()
     assert call["table"].tolist() == [[0], [2]]
+
+
+def test_plans_of_a_layout_share_a_page_table(runs: FakeXqa) -> None:
+    def plan(B: int, T: int = 32) -> Any:
+        args = _step(B=B, T=T, lengths=[T] * B)
+        return xqa.TIER.build(explain("decode", *args, tier="xqa").problem)
+
+    first, larger = plan(3), plan(5)
+    assert first.table.tensors[0].shape == (4, 1) and first.table_rows.shape == (3, 1)
+    assert larger.table.tensors[0].shape == (8, 1)
+    assert plan(8).table is larger.table and plan(2).table is larger.table
+    assert plan(2).table_rows.tolist() == larger.table_rows[:2].tolist()
+    assert plan(2, T=48).table is not larger.table
+    gone = weakref.ref(larger.table)
+    assert gone() is not None
+    del larger
+    assert gone() is None  # with the last plan that has it
+
+
+def test_loaded_kernel_does_not_wait_for_one_that_is_being_built(
+    runs: FakeXqa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_attn_tiers.prepare("decode", *_step())
+    building, may_end = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> list[torch.Tensor]:
+        building.set()
+        assert may_end.wait(60)
+        return []
+
+    monkeypatch.setattr(xqa, "_try", slow)
+    other = explain("decode", *_step(T=64), tier="xqa").problem
+    thread = threading.Thread(target=xqa.TIER.build, args=(other,))
+    thread.start()
+    assert building.wait(60)
+    loaded = explain("decode", *_step(B=3, lengths=[32] * 3), tier="xqa").problem
+    xqa.TIER.build(loaded)  # a new problem of a kernel that is there
+    may_end.set()
+    thread.join()
 
 
 def test_semaphores_and_scratch_belong_to_a_stream(

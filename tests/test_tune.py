@@ -549,6 +549,22 @@ def test_interrupted_run_leaves_what_it_has(
     assert len(result["rows"]) == 1 and not result["complete"]
 
 
+def test_files_that_cannot_be_written_are_said_before_anything_is_measured(
+    folder: pathlib.Path, tiers: dict[str, Right]
+) -> None:
+    (folder / "file").write_text("")
+    clock = Script(TIMES.__getitem__)
+    for option, files in (
+        ("--out", (folder / "file" / "x", folder / "y")),
+        ("--table", (folder / "x", folder / "file" / "y")),
+    ):
+        with pytest.raises(SystemExit, match=f"{option} .*: cannot be written"):
+            Session("decode", CPU, clock, *files)
+    (folder / "cpu.json").write_text('{"rows": []}')
+    with pytest.raises(SystemExit, match="--table .*: it is no table of tiers"):
+        _session(folder)
+
+
 def test_wall_clock_measures_too(folder: pathlib.Path, tiers: dict[str, Right]) -> None:
     (row,) = _session(folder, WallClock(), repeats=1).run(POINTS[:1])["rows"]
     assert all(us[0] > 0 for tier in row["tiers"] for us in tier["us"].values())

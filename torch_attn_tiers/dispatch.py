@@ -225,7 +225,8 @@ class _PlanCache:
 
     def shrink(self) -> None:
         """Drop plans until no more than MAX_PLANS are left besides the pinned ones."""
-        excess = len(self.plans) - len(self.pinned) - MAX_PLANS
+        pinned = sum(built.pinned for built in self.plans.values())
+        excess = len(self.plans) - pinned - MAX_PLANS
         while excess > 0:
             place = next(iter(self.plans))
             built = self.plans.pop(place)
@@ -336,10 +337,14 @@ def _examine(problem: Problem, preparing: bool = False) -> _Examined:
         if unfit is not None and not asked_for:  # who asks for a tier has its build tried again
             reasons.append(unfit)
         may_build = asked_for or problem.jit
-        if not reasons and tier.slow_build and not may_build and not _is_prepared(tier, problem):
+        if not reasons and not may_build and _waits_for_prepare(tier, problem):
             reasons.append("not prepared: call torch_attn_tiers.prepare or set ATTN_TIERS_JIT=1")
         verdicts[tier] = tuple(reasons)
     return _Examined(verdicts, order)
+
+
+def _waits_for_prepare(tier: Tier, problem: Problem) -> bool:
+    return tier.builds_slowly(problem) and not _is_prepared(tier, problem)
 
 
 def _candidates(problem: Problem, verdicts: dict[Tier, tuple[str, ...]]) -> list[Tier]:
@@ -484,7 +489,7 @@ def _build(tier: Tier, problem: Problem) -> tuple[_Built, bool]:
 
 def _build_now(tier: Tier, problem: Problem, known_failure: str | None) -> _Built:
     begin = time.perf_counter()
-    may_serve_others = tier.slow_build and not _is_prepared(tier, problem)
+    may_serve_others = _waits_for_prepare(tier, problem)
     try:
         with _on_device(problem.device):
             plan = tier.build(problem)

@@ -24,7 +24,7 @@ class Options:
 
 
 _PREFIX = "ATTN_TIERS_"
-_VARIABLES = ("DISABLE", "FORCE", "JIT", "CHECK")
+_VARIABLES = ("DISABLE", "FORCE", "JIT", "CHECK", "TABLES")
 _interned: dict[tuple[object, ...], Options] = {}
 _defaults = Options()
 _context: ContextVar[Options | None] = ContextVar("torch_attn_tiers.options", default=None)
@@ -95,7 +95,7 @@ def read_environment(
     names_of: Callable[[], Collection[str]], environ: os._Environ[str] | dict[str, str] = os.environ
 ) -> None:
     """Take the defaults from ``ATTN_TIERS_*``; ``names_of`` returns all ``op:tier``."""
-    global _defaults, _known_names
+    global _defaults, _known_names, _tables
     _known_names = names_of
     for name in sorted(environ):
         if name.startswith(_PREFIX) and name.removeprefix(_PREFIX) not in _VARIABLES:
@@ -111,6 +111,15 @@ def read_environment(
         _flag("ATTN_TIERS_JIT", environ),
         _flag("ATTN_TIERS_CHECK", environ),
     )
+    _tables = environ.get("ATTN_TIERS_TABLES") or None
+
+
+def tables_folder() -> str | None:
+    """The folder of ``ATTN_TIERS_TABLES``, of measured tables that come before the package's."""
+    return _tables
+
+
+_tables: str | None = None
 
 
 def _no_names() -> Collection[str]:

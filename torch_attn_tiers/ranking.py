@@ -28,6 +28,7 @@ import torch
 from csrc_free_ops import KERNEL_REVISIONS
 from csrc_free_ops.facts import DeviceFacts
 from csrc_free_ops.sizes import next_power_of_2
+from torch_attn_tiers.options import tables_folder
 from torch_attn_tiers.problem import (
     DecodeProblem,
     GdnProblem,
@@ -39,7 +40,7 @@ from torch_attn_tiers.tier import Tier
 
 log = logging.getLogger("torch_attn_tiers")
 
-#: Where the tables lie.
+#: Where the tables of the package lie.
 FOLDER = pathlib.Path(__file__).parent / "tables"
 _CASCADES = "the cascade's"
 #: A size of a problem and that of its class differ by a factor of at most 2 ** this.
@@ -178,6 +179,12 @@ def class_of(problem: Problem) -> ProblemClass:
         KeyError: tables do not rank its operator.
     """
     return ProblemClass(problem.op, *_SCHEMES[problem.op].read(problem))
+
+
+def folders() -> list[pathlib.Path]:
+    """Where tables are looked for, in this order."""
+    given = tables_folder()
+    return [pathlib.Path(given), FOLDER] if given else [FOLDER]
 
 
 def table_name(device: DeviceFacts) -> str:
@@ -322,14 +329,23 @@ def _load(device: DeviceFacts, op: str) -> _Table | str:
 
 
 def _read(device: DeviceFacts, op: str) -> _Table | str:
-    path = FOLDER / f"{table_name(device)}.json"
     none = f"{_CASCADES}, no table for {op} on {device.name or device.arch}"
-    if op not in _SCHEMES or not path.exists():
+    if op not in _SCHEMES:
         return none
+    for folder in folders():
+        path = folder / f"{table_name(device)}.json"
+        found = _read_from(path, op) if path.exists() else None
+        if found is not None:
+            return found
+    return none
+
+
+def _read_from(path: pathlib.Path, op: str) -> _Table | str | None:
+    """The table in a file, or why it is ignored; None if it has none for the operator."""
     try:
         written = json.loads(path.read_text())["ops"].get(op)
         if written is None:
-            return none
+            return None
         different = _differences(written["versions"], versions(op))
         if not different:
             return _Table(path, op, written)

@@ -53,7 +53,7 @@ class Tier:
         slow_build: ``build`` takes many seconds, and is called by ``prepare``, for ``tier=`` or
             under ``ATTN_TIERS_JIT=1`` only. Any other call takes the tier once ``ready`` says so of
             the problem outside captures, hence it needs a ``ready`` of its own. In a capture the
-            tier is then cold, as others are.
+            tier is then cold, as others are. A function says it of each problem.
         release: called by ``release_captured_plans``, to drop what captured graphs kept alive.
     """
 
@@ -63,8 +63,12 @@ class Tier:
     build: Callable[[Any], Plan]
     ready: Callable[[Any], bool] = _always_ready
     kernel_tier: bool = True
-    slow_build: bool = False
+    slow_build: bool | Callable[[Any], bool] = False
     release: Callable[[], None] | None = None
+
+    def builds_slowly(self, problem: Problem) -> bool:
+        """What ``slow_build`` says of ``problem``."""
+        return self.slow_build if isinstance(self.slow_build, bool) else self.slow_build(problem)
 
     def reasons(self, problem: Problem) -> list[str]:
         """Why this tier cannot take ``problem``: one sentence for each rule; empty if it can."""
@@ -203,9 +207,12 @@ def _check(tier: Tier) -> None:
             raise TypeError(f"{where} {name} is {getattr(tier, name)!r}; it must be a function")
     if tier.release is not None and not callable(tier.release):
         raise TypeError(f"{where} release is {tier.release!r}; it must be a function or None")
-    for name in ("kernel_tier", "slow_build"):
-        if not isinstance(getattr(tier, name), bool):
-            raise TypeError(f"{where} {name} is {getattr(tier, name)!r}; it must be True or False")
+    if not isinstance(tier.kernel_tier, bool):
+        raise TypeError(f"{where} kernel_tier is {tier.kernel_tier!r}; it must be True or False")
+    if not isinstance(tier.slow_build, bool) and not callable(tier.slow_build):
+        raise TypeError(
+            f"{where} slow_build is {tier.slow_build!r}; it must be True, False or a function"
+        )
     if tier.slow_build and tier.ready is _always_ready:
         raise ValueError(
             f"{where} slow_build=True without ready; by default a tier is always ready, so that "

@@ -930,6 +930,24 @@ def strides_off_alignment(m: Maker) -> Call:
     return Call({**call, "nonpad_kv_seqlen": m.lengths([m.T, 5])})
 
 
+@case(mea=True)
+def one_key_whose_stride_is_one(m: Maker) -> Call:
+    call = m.qkv(T=1)
+    for name in ("key", "value"):
+        call[name] = call[name].transpose(2, 3).contiguous().transpose(2, 3)
+    return Call(call)
+
+
+@case(mea=True)
+def one_head_whose_stride_is_one(m: Maker) -> Call:
+    """Keys and values side by side in each position, as slices."""
+    call = m.qkv(Hkv=1)
+    both = torch.cat((call["key"], call["value"]), 3)[:, 0].contiguous()
+    both = both.unsqueeze(-1).permute(0, 3, 1, 2)
+    call["key"], call["value"] = both[..., : m.D], both[..., m.D :]
+    return Call(call)
+
+
 @case()
 def odd_strides_of_dimensions_of_size_one(m: Maker) -> Call:
     call = m.qkv(B=1, Hq=3, Hkv=1)

@@ -26,7 +26,7 @@ def storage() -> Iterator[torch.Tensor]:
 
 def _views(storage: torch.Tensor, m: Maker, which: str) -> dict[str, torch.Tensor]:
     """Key and value [2, 2, T, D] whose last batch, head or position lies beyond 2^31 elements."""
-    T, D = 900, 128
+    T, D = 912, 128  # of pages of 16
     call = m.qkv(B=2, T=T, D=D, cache_dtype=storage.dtype)
     strides = {
         "batch": (BEYOND, T * D, D, 1),
@@ -49,7 +49,7 @@ def test_offsets_beyond_32_bits(
 ) -> None:
     m = maker()
     tensors = _views(storage, m, which)
-    call = Call({**tensors, "nonpad_kv_seqlen": m.lengths([899, 900])})
+    call = Call({**tensors, "nonpad_kv_seqlen": m.lengths([911, 912])})
     require(call, tier, must_run - {"mea"})
     call.check(tier)
 
@@ -59,7 +59,7 @@ def test_float8_offsets_beyond_32_bits(which: str, storage: torch.Tensor, maker:
     m = maker(torch.bfloat16)
     tensors = _views(storage.view(torch.float8_e4m3fn), m, which)
     scales = {"k_scale": m.scales(0.5, 2.0), "v_scale": m.scales(3.0, 0.1)}
-    call = Call({**tensors, **scales, "nonpad_kv_seqlen": m.lengths([899, 900])})
+    call = Call({**tensors, **scales, "nonpad_kv_seqlen": m.lengths([911, 912])})
     require(call, "flash")
     call.check("flash")
     updates = [m.normal(2, 2, 3, 128) for _ in range(2)]

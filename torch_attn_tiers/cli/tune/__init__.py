@@ -54,7 +54,8 @@ def add_parser(commands: Any) -> None:
         "--table",
         default=None,
         metavar="FILE",
-        help="the table made of it; default: where this installation of the package reads it",
+        help="the table made of it; default: where this installation of the package reads it, or in"
+        " the folder $ATTN_TIERS_TABLES",
     )
     parser.add_argument(
         "--budget-minutes",
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if args.budget_minutes is not None and not args.budget_minutes > 0:
         raise SystemExit(f"--budget-minutes {args.budget_minutes:g}: it must be more than 0")
     name = device_table(device)
-    table = pathlib.Path(args.table or ranking.FOLDER / f"{name}.json")
+    table = pathlib.Path(args.table or ranking.folders()[0] / f"{name}.json")
     session = Session(
         args.op,
         device,

@@ -10,6 +10,7 @@ import os
 import pathlib
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -86,8 +87,11 @@ class Session:
         }
         if out.exists():
             self.result["rows"] = self._rows_of(_read_json("--out", out))
-        if table.exists():
-            _read_json("--table", table)  # before anything is measured: its other parts are kept
+        # Before anything is measured.
+        if table.exists() and not isinstance(_read_json("--table", table).get("ops"), dict):
+            raise SystemExit(f"--table {table}: it is no table of tiers; name another")
+        for option, path in (("--out", out), ("--table", table)):
+            _check_writable(option, path)
 
     @property
     def seconds(self) -> float:
@@ -283,7 +287,7 @@ def write_table(path: pathlib.Path, result: dict[str, Any]) -> None:
 def _write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a file that never is seen in part, not if this is interrupted either."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text)
     os.replace(part, path)
 
@@ -295,6 +299,15 @@ def _read_json(option: str, path: pathlib.Path) -> Any:
         raise SystemExit(
             f"{option} {path}: it is no JSON ({error}); remove it or name another"
         ) from None
+
+
+def _check_writable(option: str, path: pathlib.Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise SystemExit(f"{option} {path}: cannot be written ({error}); name another") from None
 
 
 def _dumped(result: dict[str, Any]) -> str:

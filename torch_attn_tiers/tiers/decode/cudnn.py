@@ -34,6 +34,8 @@ _OLDEST_BACKEND = (9, 3, 0)
 #: Releases whose attention is unusable.
 _BAD_BACKENDS = ((9, 10, 0), (9, 10, 1))
 _MAX_HEAD_SIZE = 256
+#: More batch rows or query heads fail when they run (pytorch/pytorch#181235).
+_MAX_GRID = 65535
 #: A release whose windows are wrong for more keys than that.
 _BAD_WINDOWS, _BAD_WINDOWS_FROM = (9, 14, 0), 1024
 #: Tensors of the graph.
@@ -60,6 +62,12 @@ def _head_sizes(problem: DecodeProblem) -> str | None:
     return None
 
 
+def _grid(problem: DecodeProblem) -> str | None:
+    if max(problem.B, problem.Hq) > _MAX_GRID:
+        return f"takes at most {_MAX_GRID} batch rows and query heads"
+    return None
+
+
 def _features(problem: DecodeProblem) -> str | None:
     return single_row.missing_features(problem, sinks=problem.sinks_dtype is not None)
 
@@ -80,6 +88,7 @@ _BASICS = (
     single_row.rows,
     single_row.sizes,
     _head_sizes,
+    _grid,
     _features,
     single_row.causality,
     _windows,
@@ -331,10 +340,16 @@ def _build(problem: DecodeProblem) -> Plan:
     return _Run(problem)
 
 
+def _is_of_one_length(problem: DecodeProblem) -> bool:
+    """Whether a cache that grows is a new problem, and a graph to build, at each of its steps."""
+    return problem.lengths_dtype is None
+
+
 TIER = Tier(
     op="decode",
     name="cudnn",
     predicates=(*_BASICS, _backend),
     build=_build,
     ready=lambda problem: False,  # until its plan is built: building one breaks a capture
+    slow_build=_is_of_one_length,
 )

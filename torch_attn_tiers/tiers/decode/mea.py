@@ -126,8 +126,10 @@ def _build(problem: DecodeProblem) -> DecodePlan:
         v_scale: Tensor | None,
     ) -> Tensor:
         query = heads_first(query, Hq)
-        key = heads_first(key, Hkv)[:, :, :T]
-        value = heads_first(value, Hkv)[:, :, :T]
+        # With the strides that were checked: the kernel looks at those of size-1 dimensions too.
+        key = heads_first(key, Hkv).as_strided(problem.key.shape, problem.key.stride)[:, :, :T]
+        value = heads_first(value, Hkv).as_strided(problem.value.shape, problem.value.stride)
+        value = value[:, :, :T]
         visible = bias = None
         if needs_bias:
             visible = visible_keys(

@@ -19,6 +19,7 @@ import math
 import os
 import shutil
 import threading
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 from csrc_free_ops.cache.lengths import RowGuard
 from csrc_free_ops.facts import DeviceFacts, TensorFacts, contiguous_facts, is_capturing
 from csrc_free_ops.pools import outside_pools
+from csrc_free_ops.sizes import next_power_of_2
 from torch_attn_tiers.problem import DecodeProblem, dtype_name
 from torch_attn_tiers.tier import Plan, Tier
 from torch_attn_tiers.tiers.decode import single_row
@@ -283,6 +285,8 @@ class Kernels:
 
     def load(self, kernel: Kernel, device: DeviceFacts) -> None:
         """Build the kernel by running it on one page of ones. Not for use inside a capture."""
+        if kernel in self._loaded:  # without the lock: another thread may be compiling
+            return
         with self._lock:
             if kernel not in self._loaded:
                 outside_pools(device, functools.partial(_try, kernel, device))
@@ -424,6 +428,36 @@ def _release() -> None:
 # ---------------------------------------------------------------------------------------------
 
 
+class PageTables:
+    """Page tables ``[rows, pages]`` of layouts, as long as a plan has them: 16 pages of a row take
+    64 bytes, and batch sizes that change would have one each."""
+
+    def __init__(self) -> None:
+        self._tables: weakref.WeakValueDictionary[Any, PlanTensors] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def rows_of(self, device: DeviceFacts, pages: Pages, batch: int) -> PlanTensors:
+        """A table of at least ``batch`` rows."""
+        layout = (device.index, pages.per_row, pages.batch_step, pages.page_step)
+        with self._lock:
+            table = self._tables.get(layout)
+            if table is None or table.tensors[0].shape[0] < batch:
+                rows = next_power_of_2(batch)
+                make = functools.partial(_page_table, device, pages, rows)
+                table = self._tables[layout] = PlanTensors(device, make)
+            return table
+
+
+def _page_table(device: DeviceFacts, pages: Pages, rows: int) -> list[Tensor]:
+    where = torch.device(device.type, device.index)
+    first = torch.arange(rows, device=where)[:, None] * pages.batch_step
+    table = first + torch.arange(pages.per_row, device=where) * pages.page_step
+    return [table.to(torch.int32).contiguous()]
+
+
+PAGE_TABLES = PageTables()
+
+
 class _Run:
     """One problem, with its page table and all that the library wants to know."""
 
@@ -446,6 +480,8 @@ class _Run:
         self.memory = working_memory(device)
         self.semaphores = problem.B * problem.Hkv
         self.memory.reserve(self.semaphores)
+        self.table = PAGE_TABLES.rows_of(device, self.pages, problem.B)
+        self.table_rows = self.table.tensors[0][: problem.B]
         self.constants = PlanTensors(device, self._make_constants)
         self.guard: RowGuard | None = None
         if problem.lengths_dtype is not None:
@@ -460,15 +496,13 @@ class _Run:
             self.guard.compile()
 
     def _make_constants(self) -> list[Tensor]:
-        """The page table ``[B, pages]``, and counts of keys for when there are no lengths."""
-        problem, pages = self.problem, self.pages
+        """Counts of keys ``[B,1]`` for when there are no lengths."""
+        problem = self.problem
         where = torch.device(problem.device.type, problem.device.index)
-        first = torch.arange(problem.B, device=where)[:, None] * pages.batch_step
-        table = first + torch.arange(pages.per_row, device=where) * pages.page_step
         counts = torch.full(
             (problem.B, 1), single_row.known_count(problem), dtype=torch.int32, device=where
         )
-        return [table.to(torch.int32).contiguous(), counts.view(torch.uint32)]
+        return [counts.view(torch.uint32)]
 
     def __call__(
         self,
@@ -484,8 +518,9 @@ class _Run:
         problem, guard = self.problem, self.guard
         size, stride = self.pages.size, self.pages.stride
         stream = current_stream(problem.device)
+        self.table.used_on(stream)
         self.constants.used_on(stream)
-        table, counts = self.constants.tensors
+        (counts,) = self.constants.tensors
         out = query.new_empty(*self.shape)  # faster than with a tuple, as views are
         if guard is not None and nonpad_kv_seqlen is not None:
             counts = torch.empty_like(counts)
@@ -500,7 +535,7 @@ class _Run:
             query.view(*self.heads_shape) if self.is_dense else self._copy(query),
             key.as_strided(size, stride),
             value.as_strided(size, stride),
-            table,
+            self.table_rows,
             counts,
             out.view(*self.heads_shape),
             scratch,
