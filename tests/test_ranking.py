@@ -105,6 +105,7 @@ def test_class_of_a_decode_step_in_words() -> None:
         (dict(D=40), "D=64 Dv=64"),
         (dict(D=192, Dv=128), "D=256 Dv=128"),
         (dict(dtype=torch.float32), "query=float32 cache=float32"),
+        (dict(scalars={"left_window_size": 9}), "window=yes"),
         (dict(Sq=2), "Sq=2-16"),
         (dict(Sq=16), "Sq=2-16"),
         (dict(Sq=17), "Sq=17-"),
@@ -441,6 +442,15 @@ def test_tables_of_a_folder_that_is_named_come_first(
     (mine / written.name).write_text(text.replace('"decode"', '"another"'))
     _forget()
     assert _record(*_qkv()).tier == "c"
+
+
+def test_float16_goes_by_its_own_order_where_it_was_measured(write: Write) -> None:
+    half = KIND.replace("bfloat16", "float16")
+    write({KIND: {"rows=32 T=4096": "mea flash"}, half: {"rows=32 T=4096": "flash mea"}}, H200)
+    for dtype, first in ((torch.bfloat16, "mea"), (torch.float16, "flash")):
+        explanation = dataclasses.replace(PLAIN, dtype=dtype).explain(H200)
+        order = [name for name in _names(explanation) if name in ("mea", "flash")]
+        assert order[0] == first
 
 
 def test_order_is_asked_for_when_the_plan_is_not_known(

@@ -22,6 +22,37 @@ def _one_head() -> tuple[torch.Tensor, torch.Tensor]:
     return both[..., :512], both[..., 512:]
 
 
+def _problem(**scalars: Any) -> Any:
+    query, key, value = (torch.randn(2, 8, n, 64).half() for n in (3, 20, 20))
+    device = DeviceFacts.of("sm_90")
+    return explain("decode", query, key, value, device=device, **scalars).problem
+
+
+def test_batch_invariance_is_not_promised() -> None:
+    assert mea.TIER.reasons(_problem()) == []
+    (reason,) = mea.TIER.reasons(_problem(batch_invariant=True))
+    assert "batch_invariant" in reason
+
+
+@pytest.mark.parametrize("past", [0, 5])
+def test_its_own_causality_is_top_left(past: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[tuple[bool, bool]] = []
+
+    def attention(query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        flags.append((rest[2] is not None, rest[3]))  # a bias, its flag
+        return query.clone()
+
+    monkeypatch.setattr(mea, "_attention", attention)
+    tensors = [torch.randn(2, 8, 3, 64).half() for _ in range(3)]
+    caches = [torch.randn(2, 8, past, 64).half() for _ in range(2)]
+    op = "decode.present" if past else "decode"
+    args = [*tensors, *caches] if past else tensors
+    problem = explain(op, *args, device=DeviceFacts.of("sm_90"), is_causal=True).problem
+    key, value = (torch.cat(pair, 2) for pair in zip(caches, tensors[1:]))
+    mea.TIER.build(problem)(tensors[0], key, value, None, None, None, None, None)
+    assert flags == [(past > 0, past == 0)]
+
+
 @pytest.mark.parametrize("caches", [_one_key, _one_head])
 def test_strides_that_were_checked_are_those_that_the_kernel_sees(
     caches: Any, monkeypatch: pytest.MonkeyPatch

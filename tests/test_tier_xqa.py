@@ -532,6 +532,14 @@ def test_plans_of_a_layout_share_a_page_table(runs: FakeXqa) -> None:
     assert plan(8).table is larger.table and plan(2).table is larger.table
     assert plan(2).table_rows.tolist() == larger.table_rows[:2].tolist()
     assert plan(2, T=48).table is not larger.table
+    device, pages = larger.problem.device, larger.pages
+    assert xqa.PAGE_TABLES.rows_of(device, pages, 2) is larger.table
+    for other in (
+        xqa.PAGE_TABLES.rows_of(device._replace(index=device.index + 1), pages, 2),
+        xqa.PAGE_TABLES.rows_of(device, pages._replace(page_step=pages.page_step + 1), 2),
+        xqa.PAGE_TABLES.rows_of(device, pages._replace(batch_step=pages.batch_step + 1), 2),
+    ):
+        assert other is not larger.table
     gone = weakref.ref(larger.table)
     assert gone() is not None
     del larger
