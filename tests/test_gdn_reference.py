@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from csrc_free_ops.reference import gdn_recurrence
-from csrc_free_ops.reference.gdn import chunk_bound, chunk_map, gdn_chunk
+from csrc_free_ops.reference.gdn import chunk_bound, chunk_map, gdn_chunk, gdn_chunk_prefill
 from tests import gdn_oracle
 
 
@@ -68,3 +68,14 @@ def test_bound_of_chunks_is_reached_and_never_passed() -> None:
             lengths = [1] * (m - 1) + [T - m + 1] if m else [0]
             chunks = sum(-(-length // 64) for length in lengths)
             assert chunks == chunk_bound(T, N)
+
+
+def test_empty_last_sequence_keeps_every_bit_of_its_state() -> None:
+    q, v = torch.randn(1, 200, 1, 4), torch.randn(1, 200, 1, 3)
+    gate = torch.rand(1, 200, 1)
+    state = torch.randn(2, 1, 3, 4)
+    state[1, 0, 0, 0], state[1, 0, 1, 1], state[1, 0, 2, 2] = -0.0, torch.inf, torch.nan
+    out, final = torch.empty_like(v), torch.empty_like(state)
+    bounds = torch.tensor([0, 20, 20])
+    gdn_chunk_prefill(q, q, v, -gate, gate, state, bounds, out, final, None, None, scale=1.0)
+    assert torch.equal(final[1].view(torch.int32), state[1].view(torch.int32))

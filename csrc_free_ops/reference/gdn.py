@@ -218,7 +218,8 @@ def _prefill(
 
         before = states.index_select(0, at)[0].transpose(1, 2).contiguous()
         output, after = gdn_chunk(qc, kc, vc, gc, bc, before, scale)
-        # A chunk of no sequence is all zeros and leaves the state as it is.
+        # A chunk of no sequence leaves the state as it is: -0.0, and what is not finite, too.
+        after = torch.where(of.exists[c], after, before)
         states.index_copy_(0, at, after.transpose(1, 2)[None])
         rows[c * CHUNK : (c + 1) * CHUNK] = output.transpose(0, 1)
         keep(c, of, before, after)
