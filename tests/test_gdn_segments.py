@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from csrc_free_ops.gdn import GdnPlan, plan_gdn
 from csrc_free_ops.gdn.chunk_map import chunk_map_kernel, segment_map_kernel
-from csrc_free_ops.gdn.launch import default_config, unsupported
+from csrc_free_ops.gdn.launch import _q_matrix, default_config, unsupported
 
 H200 = DeviceFacts.of("sm_90")
 C = 64
@@ -315,3 +315,13 @@ def test_layouts_of_gates_do_not_follow_their_strides_where_bits_are_asked_for()
         )
         for name in ("g", "beta"):
             assert made.decays.pointers[name] == (torch.float32, not batch_invariant)
+
+
+def test_rows_of_a_batch_that_are_apart_are_no_matrix() -> None:
+    q = contiguous_facts((2, 64, 4, 128), torch.bfloat16)
+    stride_b, *rest = q.stride
+    assert _q_matrix(q, 1) == (128, 512, 512)
+    assert _q_matrix(q._replace(stride=(stride_b + 512, *rest)), 1) is None
+    assert _q_matrix(q._replace(stride=(stride_b, 512, 132, 1)), 1) is None  # heads off 16 bytes
+    one = contiguous_facts((1, 64, 4, 128), torch.bfloat16)
+    assert _q_matrix(one._replace(stride=(7, 1024, 128, 1)), 1) == (64, 512, 1024)

@@ -38,6 +38,17 @@ def test_lengths_around_the_ends_of_chunks(
     assert columns and set(columns) == {64}
 
 
+@pytest.mark.parametrize("overload", ["h_fla", "h_compact"])
+@pytest.mark.parametrize("K", [64, 128])
+def test_checkpoints_are_stored_column_by_column(
+    overload: str, K: int, maker: Make, must_run: frozenset[str], columns: list[int]
+) -> None:
+    """32 at a time, of tiles of K."""
+    call = prompts(maker(torch.float16), [2 * CHUNK + 3], Hv=1, K=K, V=64, qk_l2norm=True)
+    check_or_skip(call.with_(overload), TIER, must_run)
+    assert columns and set(columns) == {64}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_heads_that_share_queries(
     dtype: torch.dtype, maker: Make, must_run: frozenset[str], columns: list[int]
