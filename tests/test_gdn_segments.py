@@ -325,3 +325,11 @@ def test_rows_of_a_batch_that_are_apart_are_no_matrix() -> None:
     assert _q_matrix(q._replace(stride=(stride_b, 512, 132, 1)), 1) is None  # heads off 16 bytes
     one = contiguous_facts((1, 64, 4, 128), torch.bfloat16)
     assert _q_matrix(one._replace(stride=(7, 1024, 128, 1)), 1) == (64, 512, 1024)
+
+
+@pytest.mark.parametrize("N, T", [(1, 1001), (1, 4097), (8, 1001), (64, 1001)])
+def test_kernels_are_compiled_once_for_all_lengths(N: int, T: int) -> None:
+    # The strides of gates between rows of the batch are 8 T, of which there is one. That numbers
+    # of tokens are not compiled for is not known to the interpreter: they are no multiples of 16.
+    ours, other = (plan(tokens, N) for tokens in (T, T + 1))
+    assert [x.specialization for x in ours.launches] == [x.specialization for x in other.launches]

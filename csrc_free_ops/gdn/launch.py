@@ -723,7 +723,11 @@ def _pow2(n: int) -> int:
 
 
 def _strides(name: str, facts: TensorFacts) -> dict[str, int]:
-    return {f"{name}_stride_{dim}": stride for dim, stride in zip("bthd", facts.stride)}
+    strides = {f"{name}_stride_{dim}": stride for dim, stride in zip("bthd", facts.stride)}
+    if facts.shape[0] == 1:
+        # What T makes of it would be compiled for: of gates, [1, T, Hv], it may be odd.
+        strides[f"{name}_stride_b"] = 0
+    return strides
 
 
 def _options(
