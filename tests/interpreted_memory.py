@@ -91,13 +91,15 @@ def check_memory() -> Iterator[None]:
         state.kernel = self.fn.__name__
         return args, named
 
+    def mask_of(mask: Any) -> np.ndarray:
+        return mask if isinstance(mask, np.ndarray) else mask.data  # of descriptors it is numpy's
+
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-        # Of descriptors the mask is numpy's own.
-        state.check("reads", ptrs, mask if isinstance(mask, np.ndarray) else mask.data)
+        state.check("reads", ptrs, mask_of(mask))
         return original["create_masked_load"](self, ptrs, mask, *rest, **named)
 
     def masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        state.check("writes", ptrs, mask.data)
+        state.check("writes", ptrs, mask_of(mask))
         return original["create_masked_store"](self, ptrs, value, mask, *rest)
 
     def atomic_rmw(self: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:

@@ -48,6 +48,9 @@ class GdnConfig(NamedTuple):
     #: q, weights and keys come as whole tiles, by Hopper's copies of these. Where it is possible:
     #: 16 bits, normalised keys, and q in rows of heads, see ``_q_matrix``.
     boxed: bool = False
+    #: States inside sequences are written as whole tiles, from shared memory, by Hopper's copies.
+    #: Where it is possible: heads of whole tiles.
+    h_boxed: bool = False
     prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
     scan_registers: int | None = None
     #: Chunks of a segment that sequences are split into; 0: they are not; None: by shapes.
@@ -107,7 +110,9 @@ def check_config(
     if _in_two_terms(K, dtype):
         check("bk", config.bk >= K, f"at least {K}, one tile where K is {C // 2} or less")
     check("scan_stages", config.scan_stages > 0, "1 or more")
-    check("boxed", not config.boxed or _is_hopper(device), f"false on {device.arch}")
+    for name in ("boxed", "h_boxed"):
+        is_possible = not getattr(config, name) or _is_hopper(device)
+        check(name, is_possible, f"false on {device.arch}")
     check("segment_chunks", (config.segment_chunks or 0) >= 0, "None, 0 or more")
 
 
@@ -142,6 +147,8 @@ def shared_memory_bound(config: GdnConfig, K: int, dtype: torch.dtype) -> int:
         scan = keys + C * config.bk + weights
     else:  # one pair of operands at a time, each in two parts
         scan = 2 * weights
+    if config.h_boxed:  # a tile of S in float32
+        scan += 2 * config.bv * config.bk
     return max(_prepare_bound(config.prepare_bk, dtype), scan * dtype.itemsize)
 
 
@@ -288,6 +295,13 @@ def plan_gdn(
     if config.boxed and qk_l2norm and not (wide or K % config.bk):
         q_matrix = _q_matrix(q, chunks * Hv * 2 * C)
 
+    checkpoints = (h_dtype or torch.float32, True)
+    h_boxes: dict[str, tuple[int, int]] = {}
+    matrix_rows = h_rows * Hv * V if h_layout else 0
+    is_whole = K % config.bk == 0 and V % config.bv == 0
+    if config.h_boxed and is_whole and 0 < matrix_rows < 2**31 - Hv * V:
+        h_boxes = {"h_matrix": (config.bv, config.bk)}
+
     dtype = (q.dtype, True)
     cu = (cu_seqlens_dtype or torch.int32, False)
     starts, h_starts = (torch.int32, True), (torch.int64, True)
@@ -368,7 +382,7 @@ def plan_gdn(
             chunk_starts=starts,
             weights=dtype, vectors=pair, keys=dtype, out=dtype,
             final_state=pair if pool is None else given,
-            h=(h_dtype or torch.float32, True), h_cu_starts=h_starts,
+            h=checkpoints, h_matrix=checkpoints, h_cu_starts=h_starts,
             **{name: (indices.get(name) or torch.int32, False) for name in _INDICES},
         ),
         scalars=dict(
@@ -381,9 +395,10 @@ def plan_gdn(
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
             HAS_ORDER=has_order, EARLY=config.v_early and not in_registers["BY_PRODUCT"],
+            H_BOXED=bool(h_boxes),
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
-        boxes={**boxes, "q": (C, config.bk), "weights": (2 * C, C)} if boxes else boxes,
+        boxes={**(boxes and {**boxes, "q": (C, config.bk), "weights": (2 * C, C)}), **h_boxes},
     )  # fmt: skip
     split = None
     if is_split:
@@ -473,14 +488,16 @@ def _for_programs(
         wide = config._replace(bk=min(_pow2(K), 128), bv=min(64, _pow2(V)), boxed=True)
         if has_many:
             # Two programs fit into a multiprocessor if v does not lie in shared memory too.
-            return wide._replace(scan_stages=2, v_ahead=False)
+            return wide._replace(scan_stages=2, v_ahead=False, v_early=True)
         L = segment_chunks(wide, sequences, heads, V, chunks, device)
         if L:
-            return wide._replace(segment_chunks=L)
+            return wide._replace(segment_chunks=L, h_boxed=True)
     if has_many:
         # Two programs of a multiprocessor hide more than a third chunk under way.
         return config._replace(scan_stages=min(config.scan_stages, 2))
-    return config
+    boxed = config._replace(h_boxed=True)
+    fits = shared_memory_bound(boxed, K, dtype) <= device.shared_memory
+    return boxed if fits and _is_hopper(device) and dtype.itemsize == 2 else config
 
 
 class Split(NamedTuple):
@@ -703,6 +720,9 @@ class GdnPlan(LaunchesPlan):
         state = vectors if initial_state is None else initial_state
         final = vectors if final_state is None else final_state
         checkpoints = vectors if h is None else h
+        h_matrix = checkpoints
+        if h is not None and "h_matrix" in self.scan.boxes:
+            h_matrix = h.view(-1, h.shape[3])
         places = [starts if index is None else index for index in indices]
         if self.split is not None:
             segment_map = out.new_empty(self.split.segments + 1, 4, dtype=torch.int32)
@@ -713,7 +733,7 @@ class GdnPlan(LaunchesPlan):
             calls.append((self.split.chain, (segment_map, maps)))
             state, starts = maps, segment_map
         read = (q, k, v, state, cu, order, starts, weights, vectors, keys)
-        calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
+        calls.append((self.scan, (*read, out, final, checkpoints, h_matrix, h_starts, *places)))
         return calls
 
 

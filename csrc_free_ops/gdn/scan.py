@@ -77,6 +77,7 @@ def scan_kernel(
     out,  # dtype of v [B, tokens, HV, V]
     final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
+    h_matrix,  # with H_BOXED a descriptor of it, with a row for each column of a state
     h_cu_starts, read_indices, write_indices, track_lens, track_indices,
     tokens, chunks, rows, places,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
@@ -86,6 +87,7 @@ def scan_kernel(
     HAS_STATE: tl.constexpr, HAS_FINAL: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
+    H_BOXED: tl.constexpr,
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
     HAS_ORDER: tl.constexpr, SPLIT: tl.constexpr,
@@ -98,6 +100,7 @@ def scan_kernel(
     let_next_kernel_start(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
+    BEHIND: tl.constexpr = 1 if H_LAYOUT == 2 else 0
     NARROW: tl.constexpr = BV > 32  # or two programs would not fit into a multiprocessor
     head = tl.program_id(0) // V_TILES % HV
     part = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
@@ -158,6 +161,9 @@ def scan_kernel(
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     out += ((row * tokens + begin) * HV + v_head) * V
     vectors += (first_chunk * HV + v_head) * (4 * C)
+    # Before chunk m the state is row m of the layout fla, and row m - 1 of compact.
+    h_row -= BEHIND
+    h_tile = ((h_row * HV + v_head) * V + tl.program_id(0) % V_TILES * BV).to(tl.int32)
     h += (h_row * HV + v_head) * (V * K)
 
     S0 = tl.zeros([BV, BK], tl.float32)
@@ -198,12 +204,21 @@ def scan_kernel(
     h_at = h
     for m in range(count):
         token_ok = m * C + r < length
-        if H_LAYOUT == 1:
+        if H_LAYOUT != 0:
             wanted = h_row + m < rows
-            if SPLIT:
+            if H_LAYOUT == 2:
+                wanted &= m > 0
+            elif SPLIT:
                 wanted &= (m > 0) | (before == 0)
-            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
-            h_at += HV * V * K
+            if H_BOXED:
+                # Of a tile outside of the matrix nothing is written. It goes to shared memory, and
+                # from there while the program goes on.
+                to = tl.where(wanted, h_tile, -BV)
+                h_matrix.store([to, 0], S0.to(h_matrix.dtype))
+                h_tile += HV * V
+            else:
+                store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
+                h_at += HV * V * K
 
         # What does not depend on S.
         of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
@@ -251,6 +266,14 @@ def scan_kernel(
                 k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
             )  # fmt: skip
 
+        if H_BOXED:  # this late: they go through the memory of the first tile
+            if NK > 1:
+                h_matrix.store([to, BK], S1.to(h_matrix.dtype))
+            if NK > 2:
+                h_matrix.store([to, 2 * BK], S2.to(h_matrix.dtype))
+            if NK > 3:
+                h_matrix.store([to, 3 * BK], S3.to(h_matrix.dtype))
+
         since_start, own, of_query = load_factors(vectors, r, C)
         if BY_PRODUCT:  # late: as an accumulator it takes registers
             values = as_accumulator(values, True)
@@ -273,10 +296,6 @@ def scan_kernel(
         if BV <= 32:
             _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
 
-        if H_LAYOUT == 2:
-            wanted = (m * C + C <= length) & (h_row + m < rows)
-            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
-            h_at += HV * V * K
         if HAS_TRACK:
             if tl.minimum(m * C + C, length) == track:
                 store_state(
@@ -294,9 +313,14 @@ def scan_kernel(
         out += C * HV * V
         vectors += HV * 4 * C
 
-    if SPLIT and H_LAYOUT == 1:
-        # What the next segment begins with was summed up in another order. Rows are as in compact.
-        wanted = (h_row + count < rows) & (is_last == 0)
+    if H_LAYOUT == 2 or (SPLIT and H_LAYOUT == 1):
+        wanted = h_row + count < rows
+        if H_LAYOUT == 2:
+            wanted &= (count > 0) & (count * C <= length)
+        else:
+            # What the next segment begins with was summed up in another order. Rows are as in
+            # compact.
+            wanted &= is_last == 0
         h += count.to(tl.int64) * (HV * V * K)
         store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
     if HAS_POOL:

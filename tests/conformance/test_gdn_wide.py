@@ -158,11 +158,54 @@ def test_v_that_comes_a_chunk_ahead_changes_no_bit(
     call.require(TIER, must_run)
     call.tensors["v"][:, sum(lengths) :] = float("nan")  # type: ignore[index]
     configs = noted(monkeypatch, lambda plan: plan.config)
-    wanted = call.run(TIER)
+    check_or_skip(call, TIER, must_run)
     early = noted(monkeypatch, lambda plan: plan.scan.constants["EARLY"])
-    config = configs[0]._replace(v_ahead=False, v_early=True)
+    results = []
+    for config in (
+        configs[0]._replace(v_ahead=False, v_early=False),
+        configs[0]._replace(v_ahead=False, v_early=True),
+    ):
+        with forced(monkeypatch, "_for_programs", config):
+            results.append(call.run(TIER)[:2])
+    assert early == [False, True]
+    for got, wanted in zip(*results, strict=True):
+        assert same_bits(got, wanted)
+
+
+@pytest.mark.parametrize("overload", ["h_fla", "h_compact"])
+@pytest.mark.parametrize("segment_chunks", [0, 1, 2])
+@pytest.mark.parametrize(
+    "bv, bk, h_dtype", [(32, 64, torch.float32), (32, 32, torch.bfloat16), (64, 64, torch.float16)]
+)
+def test_checkpoints_written_as_whole_tiles_have_the_same_bits(
+    bv: int,
+    bk: int,
+    h_dtype: torch.dtype,
+    segment_chunks: int,
+    overload: str,
+    maker: Make,
+    must_run: frozenset[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = [2 * CHUNK + 1, 0, CHUNK, 5, 4 * CHUNK, 0]
+    call = prompts(
+        maker(torch.bfloat16), lengths, T=sum(lengths) + 70, Hv=2, K=64, V=64, qk_l2norm=True
+    ).with_(overload, h_dtype=h_dtype)
+    configs = noted(monkeypatch, lambda plan: plan.config)
+    check_or_skip(call, TIER, must_run)
+    boxed = noted(monkeypatch, lambda plan: plan.scan.constants["H_BOXED"])
+    results = []
+    for h_boxed in (False, True):
+        config = configs[0]._replace(
+            bv=bv, bk=bk, segment_chunks=segment_chunks, h_boxed=h_boxed, boxed=False
+        )
+        with forced(monkeypatch, "_for_programs", config):
+            results.append(call.run(TIER)[:3])
+    assert boxed == [False, True]
+    rows = {"h_fla": 9, "h_compact": 7}[overload]  # the others are no state's
+    for got, wanted in zip(
+        *([*result[:2], result[2].flatten(0, -4)[:rows]] for result in results), strict=True
+    ):
+        assert same_bits(got, wanted)
     with forced(monkeypatch, "_for_programs", config):
         check_or_skip(call, TIER, must_run)
-        out, state = call.run(TIER)[:2]
-    assert early and all(early)
-    assert same_bits(out, wanted[0]) and same_bits(state, wanted[1])
