@@ -4,6 +4,7 @@
     python benchmarks/gdn_configs.py --normalised --configs default
     python benchmarks/gdn_configs.py --cases 1x8k --configs default bv=32,scan_stages=2
     python benchmarks/gdn_configs.py --cases 2/8_1x8k,2/8_1x32k
+    python benchmarks/gdn_configs.py --h compact --configs default h_boxed=1
 
 A configuration is that of `default_config` in `csrc_free_ops/gdn/launch.py`, which was written from
 such runs, with fields of `GdnConfig` replaced; `default` is what a call takes, which goes by the
@@ -12,6 +13,7 @@ and kernel is printed: microseconds, the best first; a launch that several confi
 timed once. `run` is all launches together.
 Cases of few heads and many tokens, whose sequences are split, have a list of configurations of
 their own.
+With `--h` the states inside prompts are written too, in float32.
 With `--normalised` q and k are normalised beforehand, which shows what that costs inside.
 """
 
@@ -27,7 +29,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,7 +40,7 @@ from csrc_free_ops.reference.gdn import l2norm
 from torch_attn_tiers.cli import environment
 from torch_attn_tiers.cli.bench.clock import Clock, clock_for
 from torch_attn_tiers.cli.bench.gdn_cases import CASES, HEAD_SIZE, GdnCase, GdnInputs
-from torch_attn_tiers.cli.bench.gdn_sides import GdnSide
+from torch_attn_tiers.cli.bench.gdn_sides import LAYOUTS, GdnSide
 from torch_attn_tiers.cli.bench.running import free
 
 PREPARE = [
@@ -93,6 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--configs", nargs="*", help="default: a list")
     parser.add_argument("--normalised", action="store_true", help="no l2norm inside")
+    parser.add_argument("--h", choices=LAYOUTS, help="write states inside prompts; default: none")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path)
     options = parser.parse_args()
@@ -102,7 +105,8 @@ def main() -> None:
 
     cases = [CASES[name] for name in options.cases.split(",")]
     texts = {case: options.configs or configs_for(case) for case in cases}
-    jobs = [(case, text, not options.normalised) for case in cases for text in texts[case]]
+    form = Form(not options.normalised, options.h)
+    jobs = [(case, text, form) for case in cases for text in texts[case]]
     failed = build_ahead(jobs)
     for (case, text), error in failed.items():
         print(f"{case.name} {text}: {error}")
@@ -123,11 +127,18 @@ def main() -> None:
         if options.normalised:
             inputs.q, inputs.k = ([l2norm(x) for x in tensors] for tensors in (inputs.q, inputs.k))
         good = [text for text in texts[case] if (case, text) not in failed]
-        result["rows"] += measure(inputs, good, clock, options.repeats, not options.normalised)
+        result["rows"] += measure(inputs, good, clock, options.repeats, form)
         del inputs
         free(device)
         if options.out:
             options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+class Form(NamedTuple):
+    """What the kernels do."""
+
+    qk_l2norm: bool = True
+    h_layout: str | None = None  # of states inside prompts that they write
 
 
 def parse(case: GdnCase, text: str) -> GdnConfig | None:
@@ -152,7 +163,7 @@ def configs_for(case: GdnCase) -> list[str]:
     return SPLIT if is_split(case) else [*PREPARE, *SCAN]
 
 
-def plan_for(case: GdnCase, config: GdnConfig | None, qk_l2norm: bool = True) -> GdnPlan:
+def plan_for(case: GdnCase, config: GdnConfig | None, form: Form = Form()) -> GdnPlan:  # noqa: B008
     device = device_facts(environment.default_device())
     T, Hq, Hv, D = case.tokens, case.q_heads, case.v_heads, HEAD_SIZE
     q = contiguous_facts((1, T, Hq, D), torch.bfloat16)
@@ -164,25 +175,28 @@ def plan_for(case: GdnCase, config: GdnConfig | None, qk_l2norm: bool = True) ->
         cu_seqlens_dtype=torch.int64,
         sequences=case.sequences,
         scale=D**-0.5,
-        qk_l2norm=qk_l2norm,
+        qk_l2norm=form.qk_l2norm,
+        h_layout=form.h_layout,
+        h_rows=case.rows_of_h(form.h_layout) if form.h_layout else 0,
+        h_dtype=torch.float32 if form.h_layout else None,
         config=config,
     )  # fmt: skip
 
 
-Job = tuple[GdnCase, str, bool]
+Job = tuple[GdnCase, str, Form]
 
 
 def build_ahead(jobs: list[Job]) -> dict[tuple[GdnCase, str], str]:
     """Compiles what the jobs need, each kernel once; returns what went wrong where."""
     alike: dict[Any, list[Job]] = {}
     failed = {}
-    for case, text, qk_l2norm in jobs:
+    for case, text, form in jobs:
         try:
-            plan = plan_for(case, parse(case, text), qk_l2norm)
+            plan = plan_for(case, parse(case, text), form)
         except ValueError as error:
             failed[case, text] = str(error)
         else:
-            alike.setdefault(plan.specialization, []).append((case, text, qk_l2norm))
+            alike.setdefault(plan.specialization, []).append((case, text, form))
     with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
         errors = pool.map(build, [those[0] for those in alike.values()])
         for those, error in zip(alike.values(), errors):
@@ -193,9 +207,9 @@ def build_ahead(jobs: list[Job]) -> dict[tuple[GdnCase, str], str]:
 
 def build(job: Job) -> str | None:
     """Compiles the kernels of a configuration into Triton's cache; returns what went wrong."""
-    case, text, qk_l2norm = job
+    case, text, form = job
     try:
-        plan_for(case, parse(case, text), qk_l2norm).compile()
+        plan_for(case, parse(case, text), form).compile()
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return None
@@ -204,10 +218,14 @@ def build(job: Job) -> str | None:
 class Prepared:
     """A configuration over all sets of inputs, with scratch and results of its own."""
 
-    def __init__(self, inputs: GdnInputs, text: str, qk_l2norm: bool) -> None:
+    def __init__(self, inputs: GdnInputs, text: str, form: Form) -> None:
         self.text = text
-        plan = plan_for(inputs.case, parse(inputs.case, text), qk_l2norm)
+        self.form = form
+        plan = plan_for(inputs.case, parse(inputs.case, text), form)
         self.results: list[torch.Tensor] = []
+        # Two take turns, as in a graph of calls.
+        shape = (plan.h_rows, inputs.case.v_heads, HEAD_SIZE, HEAD_SIZE)
+        self.h = [torch.empty(shape, device=inputs.device) for _ in range(2)]
         self.sets = [self._launches(plan, inputs, i) for i in range(inputs.sets)]
         # Equal for equal launches: of one specialization there may be several.
         self.launches = {
@@ -222,10 +240,15 @@ class Prepared:
     def _launches(self, plan: GdnPlan, inputs: GdnInputs, i: int) -> dict[str, Callable[[], None]]:
         out = torch.empty_like(inputs.v[i])
         state = torch.empty_like(inputs.initial_state)
-        self.results[:] = out, state
+        h = h_cu_starts = None
+        if self.form.h_layout is not None:
+            h = self.h[i % 2]
+        if self.form.h_layout == "compact":
+            h_cu_starts = torch.empty_like(inputs.cu_seqlens)
+        self.results[:] = [x for x in (out, state, h) if x is not None]
         calls = plan.calls(
             inputs.q[i], inputs.k[i], inputs.v[i], inputs.g[i], inputs.beta[i],
-            inputs.initial_state, inputs.cu_seqlens, out, state, None, None,
+            inputs.initial_state, inputs.cu_seqlens, out, state, h, h_cu_starts,
         )  # fmt: skip
         index = plan.device.index
         return {
@@ -248,14 +271,14 @@ class Prepared:
         for result in self.results:
             result.fill_(float("nan"))
         self.together()[-1]()
-        return GdnSide("", [], self.results).errors(inputs)
+        return GdnSide("", [], self.results, form=self.form.h_layout).errors(inputs)
 
 
 def measure(
-    inputs: GdnInputs, texts: list[str], clock: Clock, repeats: int, qk_l2norm: bool = True
+    inputs: GdnInputs, texts: list[str], clock: Clock, repeats: int, form: Form
 ) -> list[dict[str, Any]]:
     """One row a kernel and configuration, all repeats of a kernel interleaved."""
-    prepared = [Prepared(inputs, text, qk_l2norm) for text in texts]
+    prepared = [Prepared(inputs, text, form) for text in texts]
     for one in prepared:
         one.together()[-1]()  # every kernel's scratch holds what it must
         for call in one.together():
@@ -286,9 +309,12 @@ def measure(
 
 
 def _short(row: dict[str, Any]) -> str:
-    wrong = not max(row["out"], row["state"]) < 5e-3
+    wrong = not max(row["out"], row["state"], row.get("h", 0)) < 5e-3
     text = f"{statistics.median(row['us']):.1f} ({row['config']})"
-    return text + f" WRONG out {row['out']:.2g} state {row['state']:.2g}" * wrong
+    return (
+        text
+        + f" WRONG out {row['out']:.2g} state {row['state']:.2g} h {row.get('h', 0):.2g}" * wrong
+    )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class GdnConfig(NamedTuple):
     #: 16 bits, normalised keys, and q in rows of heads, see ``_q_matrix``.
     boxed: bool = False
     #: States inside sequences are written as whole tiles, from shared memory, by Hopper's copies.
-    #: Where it is possible: heads of whole tiles.
+    #: Where it is possible: heads of whole tiles. A run then writes one more of them.
     h_boxed: bool = False
     prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
     scan_registers: int | None = None
@@ -297,10 +297,11 @@ def plan_gdn(
 
     checkpoints = (h_dtype or torch.float32, True)
     h_boxes: dict[str, tuple[int, int]] = {}
-    matrix_rows = h_rows * Hv * V if h_layout else 0
+    h_rows_written = h_rows
     is_whole = K % config.bk == 0 and V % config.bv == 0
-    if config.h_boxed and is_whole and 0 < matrix_rows < 2**31 - Hv * V:
+    if config.h_boxed and h_layout and is_whole and (h_rows + 1) * Hv * V < 2**31:
         h_boxes = {"h_matrix": (config.bv, config.bk)}
+        h_rows_written = h_rows + 1
 
     dtype = (q.dtype, True)
     cu = (cu_seqlens_dtype or torch.int32, False)
@@ -426,6 +427,7 @@ def plan_gdn(
         weights=(chunks, Hv, 2, C, C),
         vectors=(chunks, Hv, C, 4),
         rests=(chunks, Hv, C) if exact else (0,),
+        h_rows=h_rows_written,
         order=(sequences,) if has_order else (0,),
         keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
         q_matrix=q_matrix,
@@ -491,13 +493,11 @@ def _for_programs(
             return wide._replace(scan_stages=2, v_ahead=False, v_early=True)
         L = segment_chunks(wide, sequences, heads, V, chunks, device)
         if L:
-            return wide._replace(segment_chunks=L, h_boxed=True)
+            return wide._replace(segment_chunks=L)
     if has_many:
         # Two programs of a multiprocessor hide more than a third chunk under way.
         return config._replace(scan_stages=min(config.scan_stages, 2))
-    boxed = config._replace(h_boxed=True)
-    fits = shared_memory_bound(boxed, K, dtype) <= device.shared_memory
-    return boxed if fits and _is_hopper(device) and dtype.itemsize == 2 else config
+    return config
 
 
 class Split(NamedTuple):
@@ -584,6 +584,7 @@ class GdnPlan(LaunchesPlan):
         weights, vectors, keys: the shapes of scratch, see the prepare kernel; (0,) where none is.
         rests: likewise, see the decays kernel.
         order: likewise, see the chunk map.
+        h_rows: how many states inside sequences it writes; those behind the caller's are nobody's.
         q_matrix: how the scan sees q, if it gets descriptors.
         config: what the kernels are compiled for.
     """
@@ -602,6 +603,7 @@ class GdnPlan(LaunchesPlan):
         vectors: tuple[int, ...],
         keys: tuple[int, ...],
         rests: tuple[int, ...],
+        h_rows: int,
         order: tuple[int, ...],
         q_matrix: Matrix | None,
         config: GdnConfig,
@@ -618,6 +620,7 @@ class GdnPlan(LaunchesPlan):
         self.vectors = vectors
         self.keys = keys
         self.rests = rests
+        self.h_rows = h_rows
         self.order = order
         self.q_matrix = q_matrix
         self.config = config
@@ -640,7 +643,8 @@ class GdnPlan(LaunchesPlan):
         h: Tensor | None,
         h_cu_starts: Tensor | None,
     ) -> None:
-        """Writes out, final_state, h and h_cu_starts, those that are given; states V-first."""
+        """Writes out, final_state, h of ``h_rows`` states and h_cu_starts, those that are given;
+        states V-first."""
         if self.sequences == 0:
             out.zero_()
             if h_cu_starts is not None:

@@ -77,7 +77,8 @@ def scan_kernel(
     out,  # dtype of v [B, tokens, HV, V]
     final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
-    h_matrix,  # with H_BOXED a descriptor of it, with a row for each column of a state
+    # with H_BOXED a descriptor of it and one more state, with a row for each column of a state
+    h_matrix,
     h_cu_starts, read_indices, write_indices, track_lens, track_indices,
     tokens, chunks, rows, places,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
@@ -163,7 +164,9 @@ def scan_kernel(
     vectors += (first_chunk * HV + v_head) * (4 * C)
     # Before chunk m the state is row m of the layout fla, and row m - 1 of compact.
     h_row -= BEHIND
-    h_tile = ((h_row * HV + v_head) * V + tl.program_id(0) % V_TILES * BV).to(tl.int32)
+    of_head = head * V + tl.program_id(0) % V_TILES * BV
+    h_tile = (h_row * (HV * V)).to(tl.int32) + of_head
+    nowhere = rows * (HV * V) + of_head
     h += (h_row * HV + v_head) * (V * K)
 
     S0 = tl.zeros([BV, BK], tl.float32)
@@ -211,9 +214,9 @@ def scan_kernel(
             elif SPLIT:
                 wanted &= (m > 0) | (before == 0)
             if H_BOXED:
-                # Of a tile outside of the matrix nothing is written. It goes to shared memory, and
-                # from there while the program goes on.
-                to = tl.where(wanted, h_tile, -BV)
+                # To shared memory, and from there while the program goes on. What nobody wants goes
+                # to one more state: such a copy traps where all of its tile is outside.
+                to = tl.where(wanted, h_tile, nowhere)
                 h_matrix.store([to, 0], S0.to(h_matrix.dtype))
                 h_tile += HV * V
             else:
