@@ -24,7 +24,7 @@ from typing import Any
 
 from torch_attn_tiers.cli.bench.gdn_cases import MODEL_CASES
 from torch_attn_tiers.cli.bench.gdn_decode_sides import CASES as STEP_CASES
-from torch_attn_tiers.cli.bench.gdn_sides import OUR_TOLERANCE
+from torch_attn_tiers.cli.bench.gdn_sides import LAYOUTS, OUR_TOLERANCE
 from torch_attn_tiers.cli.bench.report import (
     best_sides,
     floor_ratio,
@@ -264,6 +264,37 @@ def gdn_model_table(result: dict[str, Any]) -> str:
     return gdn_table({**result, "cases": cases, "summary": summarize(cases)})
 
 
+def gdn_checkpoints_table(result: dict[str, Any]) -> str:
+    """`bench gdn`: what states inside prompts cost, in times of filling them with a number."""
+    labels = result["peer_labels"]
+    peers = {s["peer"] for row in result["cases"] for s in row["sides"]} - {None}
+    columns = [(peer, layout) for layout in LAYOUTS for peer in (None, *sorted(peers))]
+    rows, shown = [], set()
+    for row in result["cases"]:
+        right = [s for s in row["sides"] if s["compared"] and s["right"]]
+        us = {(s["peer"], s["h"]): s["median_us"] for s in right}
+        costs = {}
+        for peer, layout in columns:
+            fill = row["fill_h_us"].get(layout)
+            if None not in (fill, us.get((peer, None)), us.get((peer, layout))):
+                more = us[peer, layout] - us[peer, None]
+                costs[peer, layout] = more / statistics.median(fill)
+        shown |= set(costs)
+        rows.append((row, costs))
+    columns = [column for column in columns if column in shown]
+    header = ["case", "fill, fla", "compact"]
+    header += [f"{labels[peer] if peer else 'ours'}, {layout}" for peer, layout in columns]
+    cells = [
+        [
+            f"`{row['case']}`",
+            *(number(statistics.median(row["fill_h_us"][layout]), 1) for layout in LAYOUTS),
+            *(number(costs.get(column), 2) for column in columns),
+        ]
+        for row, costs in rows
+    ]
+    return "\n".join([_table(header, cells), "", _provenance(result)])
+
+
 def _is_right(row: dict[str, Any]) -> bool:
     """Whether what a configuration computed was right."""
     return max(row["out"], row["state"]) <= OUR_TOLERANCE
@@ -427,10 +458,13 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "decode_flash_h200": decode_table,
     "decode_tiers_h200": decode_tiers_table,
     "decode_host_h200": decode_host_table,
+    "decode_host_part_h200": decode_host_table,
     "decode_float8_h200": decode_float8_table,
     "gdn_h200": gdn_table,
     "gdn_model_h200": gdn_model_table,
+    "gdn_checkpoints_h200": gdn_checkpoints_table,
     "gdn_fla_h200": gdn_table,
+    "gdn_flashinfer_tier_h200": gdn_table,
     "gdn_configs_h200": gdn_configs_table,
     "gdn_decode_h200": gdn_decode_table,
     "gdn_decode_configs_h200": gdn_decode_configs_table,
@@ -438,12 +472,15 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "gpu_tests_h200": tests_table,
     "gpu_tests_libraries_h200": tests_table,
     "gpu_tests_gdn_h200": tests_table,
+    "gpu_tests_gdn_decode_h200": tests_table,
     "gpu_tests_gdn_flashinfer_h200": tests_table,
 }
 #: Result files of the tables that are not named after theirs.
 FILES = {
     "decode_tiers_h200": "decode_h200",
     "decode_host_h200": "decode_h200",
+    "decode_host_part_h200": "decode_part_h200",
+    "gdn_checkpoints_h200": "gdn_h200",
     "gdn_model_h200": "gdn_h200",
 }
 

@@ -206,6 +206,13 @@ def test_gdn_tables(tables: ModuleType) -> None:
     assert "Gaps: QLA: not installed." in lines
     assert "Failed: `1x8k` fla.h: wrong: h 0.2." in lines
     result["cases"].append({**row, "case": "2/8_1x8k", "ratio": 2.0})
+    row["fill_h_us"] = {"fla": [5.0, 4.0, 9.0], "compact": [4.0]}
+    lines = tables.gdn_checkpoints_table({**result, "cases": [row]}).splitlines()
+    assert lines[:3] == [
+        "| case | fill, fla | compact | ours, compact |",
+        "| --- | --- | --- | --- |",
+        "| `1x8k` | 5.0 | 4.0 | 2.49 |",  # that of FLA is wrong, of which no time is told
+    ]
     lines = tables.gdn_model_table(result).splitlines()
     assert len([line for line in lines if line.startswith("| `")]) == 1
     assert "geometric mean 0.501, worst row 0.501" in "\n".join(lines)
