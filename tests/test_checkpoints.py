@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,6 +143,12 @@ def test_nothing_is_read_by_the_host() -> None:
 def test_page_size_is_a_multiple_of_the_chunk(page: Any, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         build([1], [0], page)
+
+
+def test_page_size_may_be_a_number_of_numpy() -> None:
+    got = build([350], [192], np.int64(64))
+    for name, tensor in build([350], [192])._asdict().items():
+        assert torch.equal(getattr(got, name), tensor)
 
 
 def test_page_size_may_be_a_symbol_of_a_compiled_graph() -> None:

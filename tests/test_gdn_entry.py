@@ -106,6 +106,12 @@ def test_solution_that_cannot_run_is_an_error_with_its_reasons() -> None:
         call(override="fast_gdn_chunk_prefill")
 
 
+@pytest.mark.parametrize("name", ["override", "solution"])
+def test_a_tier_is_asked_for_by_a_string(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is 3; it must be a str or None"):
+        call(**{name: 3})
+
+
 def test_two_tiers_asked_for_are_an_error() -> None:
     with pytest.raises(ValueError, match="name two tiers"):
         call(override="reference_gdn_chunk_prefill", solution="flashinfer")

@@ -27,6 +27,7 @@ Example:
 
 from __future__ import annotations
 
+import numbers
 from operator import index
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ class CheckpointMetadata(NamedTuple):
             ValueError: page_size is no multiple of 64, or shapes or devices differ.
             TypeError: page_size is no int, or another argument no dense tensor of int32 or int64.
         """
-        _check_page_size(page_size)
+        page_size = _checked_page_size(page_size)
         named = dict(seq_lens=seq_lens, prefix_lens=prefix_lens, track_slots=track_slots)
         for name, tensor in named.items():
             _require_tensor(_BUILD, name, tensor)
@@ -111,9 +112,11 @@ class CheckpointMetadata(NamedTuple):
         )
 
 
-def _check_page_size(page_size: int) -> None:
+def _checked_page_size(page_size: int) -> int:
     # Compiled for any page size, it is a symbol, of which Dynamo can make no text: none is made
     # but where it is raised, and there index() makes it a number.
+    if not isinstance(page_size, int) and isinstance(page_size, numbers.Integral):
+        page_size = int(page_size)  # of NumPy
     if not isinstance(page_size, int) or isinstance(page_size, bool):
         raise TypeError(f"{_BUILD}: page_size is {page_size!r}; it must be an int")
     if page_size <= 0 or page_size % C != 0:
@@ -123,6 +126,7 @@ def _check_page_size(page_size: int) -> None:
         )
     if page_size >= 2**63:  # the lengths are int64
         raise ValueError(f"{_BUILD}: page_size={index(page_size)}; it must be below 2^63")
+    return page_size
 
 
 def _require_tensor(function: str, name: str, value: Any) -> None:

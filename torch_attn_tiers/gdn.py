@@ -87,7 +87,9 @@ def gdn_chunk_prefill(
 
     Raises:
         ValueError: two tiers asked for, or an argument about checkpoints without ``output_h``.
-        ValueError, TypeError, RuntimeError: as the operator, see :mod:`torch_attn_tiers.ops.gdn`.
+        TypeError: ``override`` or ``solution`` is no str.
+        ValueError, TypeError, RuntimeError: as the operator, see :mod:`torch_attn_tiers.ops.gdn`;
+            it calls the tier asked for ``tier``.
 
     Example:
         >>> import torch, torch_attn_tiers
@@ -159,6 +161,9 @@ def gdn_chunk_prefill(
 
 def _tier(override: str | None, solution: str | None) -> str | None:
     """The tier that the two ask for; the operator checks that there is one of this name."""
+    for name, value in (("override", override), ("solution", solution)):
+        if not (value is None or isinstance(value, str)):
+            raise TypeError(f"gdn_chunk_prefill: {name} is {value!r}; it must be a str or None")
     if override is None:
         return solution
     named = override.removesuffix(_KERNEL_SUFFIX)
