@@ -333,3 +333,24 @@ def test_kernels_are_compiled_once_for_all_lengths(N: int, T: int) -> None:
     # of tokens are not compiled for is not known to the interpreter: they are no multiples of 16.
     ours, other = (plan(tokens, N) for tokens in (T, T + 1))
     assert [x.specialization for x in ours.launches] == [x.specialization for x in other.launches]
+
+
+def test_states_are_whole_tiles_where_heads_are() -> None:
+    config = default_config(128, 128, 4, torch.bfloat16, H200)._replace(h_boxed=True)
+
+    def is_boxed(h_layout: str | None = "fla", h_rows: int = 520, **changes: Any) -> bool:
+        made = plan(h_layout=h_layout, h_rows=h_rows, **{"config": config, **changes})
+        boxed = made.scan.constants["H_BOXED"]
+        assert boxed == ("h_matrix" in made.scan.boxes)
+        assert made.h_rows == h_rows + boxed  # one more, for what nobody wants
+        return boxed
+
+    assert is_boxed() and is_boxed("compact") and is_boxed(h_rows=0)
+    assert not is_boxed(None, 0)
+    assert not is_boxed(config=config._replace(h_boxed=False))
+    # A tile of the next head's, or of no head's, is not to be written.
+    assert is_boxed(V=96) and not is_boxed(V=80)
+    assert is_boxed(K=192) and not is_boxed(K=96)
+    assert is_boxed(h_rows=2**21 - 2) and not is_boxed(h_rows=2**21 - 1)  # of 8 x 128 columns
+    with pytest.raises(ValueError, match=r"config\.h_boxed is True; it must be false on sm_80"):
+        plan(h_layout="fla", h_rows=520, device=DeviceFacts.of("sm_80"), config=config)
