@@ -16,6 +16,7 @@ import torch
 
 import torch_attn_tiers
 from tests.test_predicates import CPU, DEVICES, INTERPRETER, NO_LENGTHS, OLD, PLAIN, Asked, _meta
+from torch_attn_tiers import dispatch
 
 expecttest = pytest.importorskip("expecttest")
 pytest.importorskip("triton")
@@ -260,7 +261,11 @@ def test_recordings_may_be_nested() -> None:
     assert (len(outer), len(inner)) == (2, 1)
 
 
-def test_log_says_once_for_each_new_problem_what_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_says_once_for_each_new_problem_what_runs(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch._plans, "plans", {})  # whoever ran these before has logged them
+    dispatch._plans.forget_decisions()
     query, cache = torch.zeros(1, 4, 1, 56), torch.zeros(1, 2, 9, 56)
     with caplog.at_level(logging.INFO, logger="torch_attn_tiers"):
         for _ in range(3):

@@ -521,7 +521,11 @@ def test_caches_are_not_copied(runs: FakeXqa) -> None:
     assert call["table"].tolist() == [[0], [2]]
 
 
-def test_plans_of_a_layout_share_a_page_table(runs: FakeXqa) -> None:
+def test_plans_of_a_layout_share_a_page_table(
+    runs: FakeXqa, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(xqa, "PAGE_TABLES", xqa.PageTables())  # plans of other tests keep theirs
+
     def plan(B: int, T: int = 32) -> Any:
         args = _step(B=B, T=T, lengths=[T] * B)
         return xqa.TIER.build(explain("decode", *args, tier="xqa").problem)

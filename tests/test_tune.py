@@ -122,6 +122,7 @@ def test_grid_has_a_few_classes_of_float8_caches_that_only_some_devices_can_rank
     for arch, takers in (("sm_90", ("flash",)), ("sm_100", ("xqa", "flash"))):
         facts = DeviceFacts.of(arch)
         assert {point.takers(facts) for point in float8} == {takers}
+    fake_libraries.forget()
 
 
 def test_points_take_no_more_memory_than_two_sets_of_two_gib() -> None:
@@ -344,6 +345,7 @@ def tiers() -> Iterator[dict[str, Right]]:
 def folder(tables: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
     """Tables are written and read here."""
     monkeypatch.setattr(environment, "commit", lambda: "abc123")
+    monkeypatch.setenv("MAX_JOBS", "2")  # as `build_ahead` does, for good
     return tables
 
 

@@ -16,7 +16,7 @@ import torch_attn_tiers
 from csrc_free_ops.facts import DeviceFacts
 from tests import fake_gdn_library, fake_libraries
 from tests.fake_gdn_library import FakeGdn
-from tests.test_tier_flashinfer import module, runs  # noqa: F401
+from tests.test_tier_flashinfer import _fresh, module, runs  # noqa: F401
 from tests.test_tune import CPU, Script, folder  # noqa: F401
 from torch_attn_tiers import Tier, explain, options, ranking, register_tier
 from torch_attn_tiers.cli import main, tune
