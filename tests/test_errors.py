@@ -690,7 +690,7 @@ float8_key_and_a_value_that_is_not
 float8_value_and_a_key_that_is_not
   TypeError: decode: value is float8_e4m3fn and key float16; caches and what is added to them are all float8_e4m3fn or none: convert one of them
 float8_of_another_kind
-  TypeError: decode: key is float8_e5m2 and query float16; they must have one dtype (nothing is cast, under autocast neither): convert one of them
+  TypeError: decode: key is float8_e5m2 and query float16; they must have one dtype (nothing is cast, under autocast neither): convert one of them; of float8 caches float8_e4m3fn is taken
 float8_query
   TypeError: decode: query is float8_e4m3fn; it must be float16, bfloat16, float32 or float64
 float8_past_and_new_keys_that_are_not

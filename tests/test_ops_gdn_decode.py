@@ -391,6 +391,19 @@ def test_right_indices_pass_the_check(reads: Any, writes: Any) -> None:
         ops.gdn_decode_(*_tokens("gdn_decode_"), torch.randn(B, HV, K, V))
 
 
+@pytest.mark.parametrize("form", IN_PLACE)
+def test_inputs_inside_the_state_are_an_error_when_checked(form: str) -> None:
+    q, k, v, *rest = _tokens(form)
+    state = torch.randn(B, HV, K, V)
+    args = (q, k, state.view(-1)[: v.numel()].view_as(v), *rest, state)
+    name, _, overload = form.partition(".")
+    op = getattr(getattr(ops, name), overload or "default")
+    with torch_attn_tiers.options(check=True):
+        op(*args[:2], v, *args[3:])
+        with pytest.raises(ValueError, match="v overlaps state in memory, and is read while"):
+            op(*args)
+
+
 # ------------------------------------------------------------------------------ explain, options
 
 

@@ -289,6 +289,15 @@ def test_indices_that_were_not_meant_are_an_error_when_checked(
         pool_(*args)
 
 
+def test_inputs_inside_the_pool_are_an_error_when_checked() -> None:
+    args = [GOOD[n] for n in NAMES]
+    g, pool = args[3], args[5].clone()
+    args[3], args[5] = pool.view(-1)[: g.numel()].view_as(g), pool
+    with torch_attn_tiers.options(check=True):
+        with pytest.raises(ValueError, match="g overlaps pool in memory, and is read while that"):
+            pool_(*args)
+
+
 def test_right_indices_pass_the_check() -> None:
     with torch_attn_tiers.options(check=True):
         for name in CALLS:

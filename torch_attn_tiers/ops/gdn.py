@@ -261,9 +261,9 @@ def _h_rows(op: str, B: int, T: int, N: int, packed: bool, total_chunks: int | N
         return 0
     if total_chunks is not None:
         require(
-            total_chunks >= 0,
-            f"{op}: total_chunks={total_chunks}; it must not be negative (None is the most that "
-            "any lengths can need)",
+            0 <= total_chunks < 2**31,
+            f"{op}: total_chunks={total_chunks}; it must be 0 or more and below 2^31 (None is the "
+            "most that any lengths can need)",
         )
         return total_chunks
     if h_layout == "compact":

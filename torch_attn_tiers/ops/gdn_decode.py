@@ -69,6 +69,7 @@ from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, 
 from torch_attn_tiers.ops.checks import (
     layout,
     require,
+    require_apart,
     require_dense,
     require_floats,
     require_integers,
@@ -221,9 +222,13 @@ def _check_shapes(op: str, named: dict[str, Any], scalars: Scalars) -> None:
         require_shape(op, "write_indices", writes, expected, meaning)
 
 
-def _check_values(decision: Decision, tensors: Tensors) -> None:
-    """Under the ``check`` option: raise for indices whose result is undefined or was not meant."""
+def _check_values(op: str, decision: Decision, tensors: Tensors) -> None:
+    """Under the ``check`` option: raise where the result is undefined or was not meant."""
     problem: GdnDecodeProblem = decision.problem
+    if op != OP:
+        for name, tensor in _named(op, tensors).items():
+            if tensor is not None and name != "state":
+                require_apart(op, "state", tensors.state, name, tensor)
     reads, writes = tensors.read_indices, tensors.write_indices
     if reads is None or is_capturing(problem.device):
         return
@@ -323,7 +328,7 @@ def _run(op: str, tensors: Tensors, scalars: dict[str, Any]) -> tuple[Tensor, Te
     if decision is None:
         decision = decide(flat, _problem(op, tensors, Scalars(**scalars), None))
     if options.check:
-        _check_values(decision, tensors)
+        _check_values(op, decision, tensors)
     state = _v_first(state, decision.problem.state_v_first)
     new_state = state if op != OP else _new_state(state)
     out = v.new_empty(v.shape)
