@@ -92,7 +92,15 @@ def check_memory() -> Iterator[None]:
         return args, named
 
     def mask_of(mask: Any) -> np.ndarray:
-        return mask if isinstance(mask, np.ndarray) else mask.data  # of descriptors it is numpy's
+        if not isinstance(mask, np.ndarray):
+            return mask.data
+        # A tile of a descriptor's matrix. Hopper traps where all of it is outside.
+        if not mask.any():
+            raise OutOfBounds(
+                f"{state.kernel} copies a tile that lies wholly outside of its matrix, in program "
+                f"{state.builder.grid_idx}"
+            )
+        return mask
 
     def masked_load(self: Any, ptrs: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         state.check("reads", ptrs, mask_of(mask))
