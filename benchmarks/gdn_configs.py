@@ -155,7 +155,7 @@ def parse(case: GdnCase, text: str) -> GdnConfig | None:
 
 def is_split(case: GdnCase) -> bool:
     """Whether the default configuration splits sequences."""
-    return plan_for(case, parse(case, "default")).split is not None
+    return plan_for(case, parse(case, "default"), Form()).split is not None
 
 
 def configs_for(case: GdnCase) -> list[str]:
@@ -163,7 +163,7 @@ def configs_for(case: GdnCase) -> list[str]:
     return SPLIT if is_split(case) else [*PREPARE, *SCAN]
 
 
-def plan_for(case: GdnCase, config: GdnConfig | None, form: Form = Form()) -> GdnPlan:  # noqa: B008
+def plan_for(case: GdnCase, config: GdnConfig | None, form: Form) -> GdnPlan:
     device = device_facts(environment.default_device())
     T, Hq, Hv, D = case.tokens, case.q_heads, case.v_heads, HEAD_SIZE
     q = contiguous_facts((1, T, Hq, D), torch.bfloat16)

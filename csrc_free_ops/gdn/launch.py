@@ -296,12 +296,9 @@ def plan_gdn(
         q_matrix = _q_matrix(q, chunks * Hv * 2 * C)
 
     checkpoints = (h_dtype or torch.float32, True)
-    h_boxes: dict[str, tuple[int, int]] = {}
-    h_rows_written = h_rows
     is_whole = K % config.bk == 0 and V % config.bv == 0
-    if config.h_boxed and h_layout and is_whole and (h_rows + 1) * Hv * V < 2**31:
-        h_boxes = {"h_matrix": (config.bv, config.bk)}
-        h_rows_written = h_rows + 1
+    fits = (h_rows + 1) * Hv * V < 2**31
+    h_boxed = config.h_boxed and h_layout is not None and is_whole and fits
 
     dtype = (q.dtype, True)
     cu = (cu_seqlens_dtype or torch.int32, False)
@@ -371,9 +368,12 @@ def plan_gdn(
         BY_PRODUCT=bool(config.v_ahead) and not exact, BOXED=q_matrix is not None,
         NVIDIA=device.is_nvidia,
     )  # fmt: skip
-    boxes = {}
+    boxes, scan_boxes = {}, {}
     if q_matrix is not None:
         boxes = {"weights": (C, C), "keys": (C, config.bk)}
+        scan_boxes = {**boxes, "q": (C, config.bk), "weights": (2 * C, C)}
+    if h_boxed:
+        scan_boxes["h_matrix"] = (config.bv, config.bk)
     scan = Launch(
         scan_kernel,
         grid=segments * Hv * v_tiles,
@@ -396,10 +396,10 @@ def plan_gdn(
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
             HAS_ORDER=has_order, EARLY=config.v_early and not in_registers["BY_PRODUCT"],
-            H_BOXED=bool(h_boxes),
+            H_BOXED=h_boxed,
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
-        boxes={**(boxes and {**boxes, "q": (C, config.bk), "weights": (2 * C, C)}), **h_boxes},
+        boxes=scan_boxes,
     )  # fmt: skip
     split = None
     if is_split:
@@ -427,7 +427,7 @@ def plan_gdn(
         weights=(chunks, Hv, 2, C, C),
         vectors=(chunks, Hv, C, 4),
         rests=(chunks, Hv, C) if exact else (0,),
-        h_rows=h_rows_written,
+        h_rows=h_rows + h_boxed,
         order=(sequences,) if has_order else (0,),
         keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
         q_matrix=q_matrix,
@@ -723,10 +723,9 @@ class GdnPlan(LaunchesPlan):
             )
         state = vectors if initial_state is None else initial_state
         final = vectors if final_state is None else final_state
-        checkpoints = vectors if h is None else h
-        h_matrix = checkpoints
-        if h is not None and "h_matrix" in self.scan.boxes:
-            h_matrix = h.view(-1, h.shape[3])
+        checkpoints = h_matrix = vectors if h is None else h
+        if "h_matrix" in self.scan.boxes:
+            h_matrix = checkpoints.view(-1, checkpoints.shape[3])
         places = [starts if index is None else index for index in indices]
         if self.split is not None:
             segment_map = out.new_empty(self.split.segments + 1, 4, dtype=torch.int32)

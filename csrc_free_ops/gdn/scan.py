@@ -101,13 +101,13 @@ def scan_kernel(
     let_next_kernel_start(PDL)
     V_TILES: tl.constexpr = (V + BV - 1) // BV
     HQ: tl.constexpr = HV // GROUP
-    BEHIND: tl.constexpr = 1 if H_LAYOUT == 2 else 0
     NARROW: tl.constexpr = BV > 32  # or two programs would not fit into a multiprocessor
     head = tl.program_id(0) // V_TILES % HV
     part = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
     q_head = (head // GROUP).to(tl.int64)
     v_head = head.to(tl.int64)
-    vd = tl.program_id(0) % V_TILES * BV + tl.arange(0, BV)
+    column = tl.program_id(0) % V_TILES * BV
+    vd = column + tl.arange(0, BV)
     r = tl.arange(0, C)
 
     if WIDE:
@@ -163,8 +163,9 @@ def scan_kernel(
     out += ((row * tokens + begin) * HV + v_head) * V
     vectors += (first_chunk * HV + v_head) * (4 * C)
     # Before chunk m the state is row m of the layout fla, and row m - 1 of compact.
-    h_row -= BEHIND
-    of_head = head * V + tl.program_id(0) % V_TILES * BV
+    if H_LAYOUT == 2:
+        h_row -= 1
+    of_head = head * V + column
     h_tile = (h_row * (HV * V)).to(tl.int32) + of_head
     nowhere = rows * (HV * V) + of_head
     h += (h_row * HV + v_head) * (V * K)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +121,15 @@ def require_apart(op: str, name: str, written: Tensor, read_name: str, read: Ten
         f"{op}: {read_name} overlaps {name} in memory, and is read while that is written: pass a "
         "copy",
     )
+
+
+def require_apart_from_others(op: str, name: str, given: Mapping[str, Tensor | None]) -> None:
+    """The same for the argument of that name, which is written, and each of the others."""
+    written = given[name]
+    assert written is not None
+    for read_name, read in given.items():
+        if read is not None and read_name != name:
+            require_apart(op, name, written, read_name, read)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

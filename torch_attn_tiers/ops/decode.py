@@ -211,13 +211,13 @@ def _check_dtypes(op: str, tensors: Tensors) -> None:
 
 
 def _not_one_dtype(op: str, name: str, dtype: torch.dtype, query_dtype: torch.dtype) -> str:
-    is_float8 = dtype.is_floating_point and dtype.itemsize == 1
-    return (
+    text = (
         f"{op}: {name} is {dtype_name(dtype)} and query {dtype_name(query_dtype)}; they must "
         "have one dtype (nothing is cast, under autocast neither): convert one of them"
-        + "; of float8 caches float8_e4m3fn is taken"
-        * is_float8
     )
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        text += "; of float8 caches float8_e4m3fn is taken"
+    return text
 
 
 def _check_shapes(op: str, tensors: Tensors, scalars: Scalars) -> Sizes:

@@ -69,7 +69,7 @@ from torch_attn_tiers.dispatch import Decision, decide, define_call, facts_for, 
 from torch_attn_tiers.ops.checks import (
     layout,
     require,
-    require_apart,
+    require_apart_from_others,
     require_dense,
     require_floats,
     require_integers,
@@ -226,9 +226,7 @@ def _check_values(op: str, decision: Decision, tensors: Tensors) -> None:
     """Under the ``check`` option: raise where the result is undefined or was not meant."""
     problem: GdnDecodeProblem = decision.problem
     if op != OP:
-        for name, tensor in _named(op, tensors).items():
-            if tensor is not None and name != "state":
-                require_apart(op, "state", tensors.state, name, tensor)
+        require_apart_from_others(op, "state", _named(op, tensors))
     reads, writes = tensors.read_indices, tensors.write_indices
     if reads is None or is_capturing(problem.device):
         return

@@ -58,7 +58,7 @@ from torch_attn_tiers.ops import gdn
 from torch_attn_tiers.ops.checks import (
     layout,
     require,
-    require_apart,
+    require_apart_from_others,
     require_dense,
     require_floats,
     require_integers,
@@ -127,9 +127,7 @@ def _check(tensors: Tensors, scalars: gdn.Scalars) -> gdn.Sizes:
 def _check_values(decision: Decision, tensors: Tensors) -> None:
     """Under the ``check`` option: raise where the result is undefined or was not meant."""
     problem: GdnProblem = decision.problem
-    for name, tensor in tensors._asdict().items():
-        if tensor is not None and name != "pool":
-            require_apart(OP, "pool", tensors.pool, name, tensor)
+    require_apart_from_others(OP, "pool", tensors._asdict())
     if is_capturing(problem.device):
         return
     gdn.check_values(decision, tensors.cu_seqlens)
