@@ -8,6 +8,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+# Tiers that must run in `make test`, comma-separated: what skips them fails it.
+TIERS ?=
 
 ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
@@ -29,6 +31,7 @@ endif
 help:
 	@echo 'make demo           environment, then examples/serving_loop.py'
 	@echo 'make test           environment, then the tests, on the CPU'
+	@echo 'make test TIERS=flash,unfused  the same, failing if one of these tiers did not run'
 	@echo 'make install        environment only'
 	@echo 'make lint           ruff format --check, ruff check'
 	@echo 'make format         rewrite the files as ruff would have them'
@@ -48,7 +51,7 @@ demo: $(READY)
 
 # One OpenMP thread for each worker: two workers with all cores each are slower than one.
 test: $(READY)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --ignore=tests/gpu --ignore=tests/test_compile_only.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --ignore=tests/gpu --ignore=tests/test_compile_only.py --require-tiers '$(TIERS)'
 
 lint: $(READY)
 	$(PY) -m ruff format --check .

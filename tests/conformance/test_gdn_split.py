@@ -20,7 +20,9 @@ from tests.conformance.test_gdn import CASES, OVERLOADS
 from tests.conformance.test_gdn_pool import CASES as POOL_CASES
 from tests.tolerances import assert_gdn_close
 
-launch = pytest.importorskip("csrc_free_ops.gdn.launch")
+pytest.importorskip("triton")
+
+from csrc_free_ops.gdn import launch
 
 Make = Callable[..., Maker]
 TIER = "triton"

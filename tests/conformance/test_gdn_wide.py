@@ -14,7 +14,7 @@ from tests.conformance.gdn_pool_calls import check_or_skip as check_pool_or_skip
 from tests.conformance.test_gdn import CASES, OVERLOADS
 from tests.conformance.test_gdn_pool import CASES as POOL_CASES
 
-pytest.importorskip("csrc_free_ops.gdn.launch")
+pytest.importorskip("triton")
 
 Make = Callable[..., Maker]
 TIER = "triton"
