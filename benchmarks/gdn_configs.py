@@ -4,7 +4,7 @@
     python benchmarks/gdn_configs.py --normalised --configs default
     python benchmarks/gdn_configs.py --cases 1x8k --configs default bv=32,scan_stages=2
     python benchmarks/gdn_configs.py --cases 2/8_1x8k,2/8_1x32k
-    python benchmarks/gdn_configs.py --h compact --configs default h_boxed=1
+    python benchmarks/gdn_configs.py --h compact --configs default h_pairs=0
 
 A configuration is that of `default_config` in `csrc_free_ops/gdn/launch.py`, which was written from
 such runs, with fields of `GdnConfig` replaced; `default` is what a call takes, which goes by the
@@ -224,7 +224,8 @@ class Prepared:
         plan = plan_for(inputs.case, parse(inputs.case, text), form)
         self.results: list[torch.Tensor] = []
         # Two take turns, as in a graph of calls.
-        shape = (plan.h_rows, inputs.case.v_heads, HEAD_SIZE, HEAD_SIZE)
+        rows = inputs.case.rows_of_h(form.h_layout) if form.h_layout else 0
+        shape = (rows, inputs.case.v_heads, HEAD_SIZE, HEAD_SIZE)
         self.h = [torch.empty(shape, device=inputs.device) for _ in range(2)]
         self.sets = [self._launches(plan, inputs, i) for i in range(inputs.sets)]
         # Equal for equal launches: of one specialization there may be several.

@@ -45,8 +45,8 @@ _OTHER_TESTS = (
 _H_CONFIGS = (
     "benchmarks/gdn_configs.py "
     "--cases 1x2k,1x8k,2/8_1x2k,16/16_1x2k,32x256,mixed,2/8_1x32k,16/16_1x8k "
-    "--configs default h_boxed=1 bv=64,bk=128,boxed=1,h_boxed=1 "
-    "bv=64,bk=128,boxed=1,scan_stages=2,v_ahead=0,v_early=1,h_boxed=1 --repeats 3 --h "
+    "--configs default h_pairs=0 bv=64,bk=128,boxed=1,v_early=1,h_pairs=0 "
+    "bv=64,bk=128,boxed=1,scan_stages=2,v_ahead=0,v_early=1 --repeats 3 --h "
 )
 _BENCH = "-m torch_attn_tiers bench"
 _TUNED = "{name}_{device}.json"
@@ -57,8 +57,8 @@ STEPS = {
         "benchmarks/gdn_configs.py --configs default "
         "--cases 1x8k,1x32k,32x256,mixed,2/8_1x32k,4/16_1x32k",
     ),
-    # The candidate `h_boxed`: where sequences are split the third is its default with it, where
-    # there are many programs the fourth, and else the second.
+    # What `h_pairs` does: where sequences are split the third is the default without it, where
+    # there are many programs the fourth is the default with it, else the second that without it.
     "gdn_fla_configs": Step(60, _H_CONFIGS + "fla"),
     "gdn_compact_configs": Step(60, _H_CONFIGS + "compact"),
     "gdn": Step(200, f"{_BENCH} gdn --tier triton --peers flashinfer --cases all --repeats 3"),

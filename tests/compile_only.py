@@ -283,19 +283,14 @@ def gdn(name: str) -> Iterator[tuple[str, int]]:
         plan = plan_gdn(q, q, v, gate, gate, device, **options)
         if (plan.split is not None) != (options["sequences"] == 1):
             raise SystemExit(f"{what}: split into {plan.split}")
-        plans = [plan]
-        if h_layout and name == "sm_90" and dtype.itemsize == 2:  # a candidate
-            config = plan.config._replace(h_boxed=True)
-            plans.append(plan_gdn(q, q, v, gate, gate, device, **options, config=config))
-        for launch, made in [(launch, one) for one in plans for launch in one.launches]:
+        for launch in plan.launches:
             if launch.specialization in seen:
                 continue
             seen.add(launch.specialization)
             compiled = _compiled(launch, target)
             shared = compiled.metadata.shared
             what_of = f"{launch.kernel.fn.__name__}, {what}"
-            what_of += ", h as whole tiles" if "h_matrix" in launch.boxes else ""
-            bound = shared_memory_bound(made.config, K, dtype)
+            bound = shared_memory_bound(plan.config, K, dtype)
             if shared > min(bound, device.shared_memory):
                 raise SystemExit(f"{what_of}: {shared} bytes of shared memory, foreseen {bound}")
             if device.is_nvidia and launch.options.get("num_stages", 1) > 1:

@@ -335,22 +335,30 @@ def test_kernels_are_compiled_once_for_all_lengths(N: int, T: int) -> None:
     assert [x.specialization for x in ours.launches] == [x.specialization for x in other.launches]
 
 
-def test_states_are_whole_tiles_where_heads_are() -> None:
-    config = default_config(128, 128, 4, torch.bfloat16, H200)._replace(h_boxed=True)
+def test_threads_write_what_they_have_of_states_where_programs_are_few() -> None:
+    def pairs(h_layout: str | None = "fla", **changes: Any) -> bool:
+        return plan(h_layout=h_layout, h_rows=520, **changes).scan.constants["H_PAIRS"]
 
-    def is_boxed(h_layout: str | None = "fla", h_rows: int = 520, **changes: Any) -> bool:
-        made = plan(h_layout=h_layout, h_rows=h_rows, **{"config": config, **changes})
-        boxed = made.scan.constants["H_BOXED"]
-        assert boxed == ("h_matrix" in made.scan.boxes)
-        assert made.h_rows == h_rows + boxed  # one more, for what nobody wants
-        return boxed
+    assert pairs() and pairs("compact") and not pairs(None)
+    assert pairs(T=2048) and pairs(batch_invariant=True)  # not split
+    assert not pairs(sequences=32, T=2048)
+    # Two columns are written at a time: of 4 bytes, and rows begin at 8.
+    assert pairs(h_dtype=torch.float32) and not pairs(h_dtype=torch.bfloat16)
+    assert pairs(K=66) and not pairs(K=65)
+    # Products leave rows there, on sm_100, and elsewhere there is no such instruction.
+    devices = {name: DeviceFacts.of(name) for name in ("sm_80", "sm_100", "gfx942")}
+    assert {name: pairs(device=device) for name, device in devices.items()} == {
+        "sm_80": True,
+        "sm_100": False,
+        "gfx942": False,
+    }
+    config = plan().config._replace(h_pairs=False)
+    assert not pairs(config=config)
 
-    assert is_boxed() and is_boxed("compact") and is_boxed(h_rows=0)
-    assert not is_boxed(None, 0)
-    assert not is_boxed(config=config._replace(h_boxed=False))
-    # A tile of the next head's, or of no head's, is not to be written.
-    assert is_boxed(V=96) and not is_boxed(V=80)
-    assert is_boxed(K=192) and not is_boxed(K=96)
-    assert is_boxed(h_rows=2**21 - 2) and not is_boxed(h_rows=2**21 - 1)  # of 8 x 128 columns
-    with pytest.raises(ValueError, match=r"config\.h_boxed is True; it must be false on sm_80"):
-        plan(h_layout="fla", h_rows=520, device=DeviceFacts.of("sm_80"), config=config)
+
+def test_where_sequences_are_split_v_comes_to_registers_in_the_scan_alone() -> None:
+    made = plan()
+    assert made.split is not None
+    constants = made.scan.constants, made.split.make.constants
+    assert [one["BY_PRODUCT"] for one in constants] == [False, True]
+    assert made.scan.constants["EARLY"]

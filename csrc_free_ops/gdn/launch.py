@@ -41,16 +41,16 @@ class GdnConfig(NamedTuple):
     bv: int  # its rows: columns of S that a program of the scan keeps
     scan_warps: int
     scan_stages: int  # chunks whose loads are under way in the scan, its own among them
-    #: v is copied to shared memory chunks ahead, as all else that the scan reads (if of 16 bits).
+    #: v is copied to shared memory chunks ahead, as all else that is read (if of 16 bits).
     v_ahead: bool = True
-    #: Without that: v comes to registers a chunk ahead.
+    #: In the scan, instead: v comes to registers a chunk ahead.
     v_early: bool = False
     #: q, weights and keys come as whole tiles, by Hopper's copies of these. Where it is possible:
     #: 16 bits, normalised keys, and q in rows of heads, see ``_q_matrix``.
     boxed: bool = False
-    #: States inside sequences are written as whole tiles, from shared memory, by Hopper's copies.
-    #: Where it is possible: heads of whole tiles. A run then writes one more of them.
-    h_boxed: bool = False
+    #: Each thread writes what it has of states inside sequences, two columns at a time. Else rows
+    #: are brought together first. Where it is possible: on NVIDIA, in float32, and K is even.
+    h_pairs: bool = False
     prepare_registers: int | None = None  # the most of a thread; None: as the compiler likes
     scan_registers: int | None = None
     #: Chunks of a segment that sequences are split into; 0: they are not; None: by shapes.
@@ -80,7 +80,10 @@ def default_config(
     # By itself a head takes some 200 registers: with a few less three programs fit on Hopper.
     registers = 168 if heads == 1 and narrow and _is_hopper(device) else None
     for stages in (3, 2, 1):
-        config = GdnConfig(prepare_bk, 4, heads, bk, bv, 4, stages, prepare_registers=registers)
+        config = GdnConfig(
+            prepare_bk, 4, heads, bk, bv, 4, stages, h_pairs=not _has_tensor_memory(device),
+            prepare_registers=registers,
+        )  # fmt: skip
         if shared_memory_bound(config, K, dtype) <= device.shared_memory:
             break
     return config
@@ -110,9 +113,7 @@ def check_config(
     if _in_two_terms(K, dtype):
         check("bk", config.bk >= K, f"at least {K}, one tile where K is {C // 2} or less")
     check("scan_stages", config.scan_stages > 0, "1 or more")
-    for name in ("boxed", "h_boxed"):
-        is_possible = not getattr(config, name) or _is_hopper(device)
-        check(name, is_possible, f"false on {device.arch}")
+    check("boxed", not config.boxed or _is_hopper(device), f"false on {device.arch}")
     check("segment_chunks", (config.segment_chunks or 0) >= 0, "None, 0 or more")
 
 
@@ -147,8 +148,6 @@ def shared_memory_bound(config: GdnConfig, K: int, dtype: torch.dtype) -> int:
         scan = keys + C * config.bk + weights
     else:  # one pair of operands at a time, each in two parts
         scan = 2 * weights
-    if config.h_boxed:  # a tile of S in float32
-        scan += 2 * config.bv * config.bk
     return max(_prepare_bound(config.prepare_bk, dtype), scan * dtype.itemsize)
 
 
@@ -296,9 +295,8 @@ def plan_gdn(
         q_matrix = _q_matrix(q, chunks * Hv * 2 * C)
 
     checkpoints = (h_dtype or torch.float32, True)
-    is_whole = K % config.bk == 0 and V % config.bv == 0
-    fits = (h_rows + 1) * Hv * V < 2**31
-    h_boxed = config.h_boxed and h_layout is not None and is_whole and fits
+    h_pairs = config.h_pairs and device.is_nvidia and K % 2 == 0
+    h_pairs &= h_layout is not None and checkpoints[0] is torch.float32
 
     dtype = (q.dtype, True)
     cu = (cu_seqlens_dtype or torch.int32, False)
@@ -364,16 +362,14 @@ def plan_gdn(
     places = 0 if state is None else state.shape[0]
     in_registers = dict(
         **tiles, V=V, GROUP=Hv // Hq, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
-        HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype),
-        BY_PRODUCT=bool(config.v_ahead) and not exact, BOXED=q_matrix is not None,
+        HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype), BOXED=q_matrix is not None,
         NVIDIA=device.is_nvidia,
     )  # fmt: skip
+    by_product = bool(config.v_ahead) and not exact
     boxes, scan_boxes = {}, {}
     if q_matrix is not None:
         boxes = {"weights": (C, C), "keys": (C, config.bk)}
         scan_boxes = {**boxes, "q": (C, config.bk), "weights": (2 * C, C)}
-    if h_boxed:
-        scan_boxes["h_matrix"] = (config.bv, config.bk)
     scan = Launch(
         scan_kernel,
         grid=segments * Hv * v_tiles,
@@ -383,7 +379,7 @@ def plan_gdn(
             chunk_starts=starts,
             weights=dtype, vectors=pair, keys=dtype, out=dtype,
             final_state=pair if pool is None else given,
-            h=checkpoints, h_matrix=checkpoints, h_cu_starts=h_starts,
+            h=checkpoints, h_cu_starts=h_starts,
             **{name: (indices.get(name) or torch.int32, False) for name in _INDICES},
         ),
         scalars=dict(
@@ -395,8 +391,8 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            HAS_ORDER=has_order, EARLY=config.v_early and not in_registers["BY_PRODUCT"],
-            H_BOXED=h_boxed,
+            HAS_ORDER=has_order, BY_PRODUCT=by_product and not config.v_early,
+            EARLY=bool(config.v_early), H_PAIRS=bool(h_pairs),
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
         boxes=scan_boxes,
@@ -411,7 +407,9 @@ def plan_gdn(
                 initial_state=given, cu_seqlens=cu, weights=dtype, vectors=pair, keys=dtype,
                 read_indices=(indices.get("read_indices") or torch.int32, False),
             ),
-            constants=dict(**shared, **in_registers, HAS_STATE=state is not None),
+            constants=dict(
+                **shared, **in_registers, HAS_STATE=state is not None, BY_PRODUCT=by_product
+            ),
             boxes=boxes,
             config=config,
             device=device,
@@ -427,7 +425,6 @@ def plan_gdn(
         weights=(chunks, Hv, 2, C, C),
         vectors=(chunks, Hv, C, 4),
         rests=(chunks, Hv, C) if exact else (0,),
-        h_rows=h_rows + h_boxed,
         order=(sequences,) if has_order else (0,),
         keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
         q_matrix=q_matrix,
@@ -490,13 +487,13 @@ def _for_programs(
         wide = config._replace(bk=min(_pow2(K), 128), bv=min(64, _pow2(V)), boxed=True)
         if has_many:
             # Two programs fit into a multiprocessor if v does not lie in shared memory too.
-            return wide._replace(scan_stages=2, v_ahead=False, v_early=True)
+            return wide._replace(scan_stages=2, v_ahead=False, v_early=True, h_pairs=False)
         L = segment_chunks(wide, sequences, heads, V, chunks, device)
         if L:
-            return wide._replace(segment_chunks=L)
+            return wide._replace(segment_chunks=L, v_early=True)
     if has_many:
         # Two programs of a multiprocessor hide more than a third chunk under way.
-        return config._replace(scan_stages=min(config.scan_stages, 2))
+        return config._replace(scan_stages=min(config.scan_stages, 2), h_pairs=False)
     return config
 
 
@@ -584,7 +581,6 @@ class GdnPlan(LaunchesPlan):
         weights, vectors, keys: the shapes of scratch, see the prepare kernel; (0,) where none is.
         rests: likewise, see the decays kernel.
         order: likewise, see the chunk map.
-        h_rows: how many states inside sequences it writes; those behind the caller's are nobody's.
         q_matrix: how the scan sees q, if it gets descriptors.
         config: what the kernels are compiled for.
     """
@@ -603,7 +599,6 @@ class GdnPlan(LaunchesPlan):
         vectors: tuple[int, ...],
         keys: tuple[int, ...],
         rests: tuple[int, ...],
-        h_rows: int,
         order: tuple[int, ...],
         q_matrix: Matrix | None,
         config: GdnConfig,
@@ -620,7 +615,6 @@ class GdnPlan(LaunchesPlan):
         self.vectors = vectors
         self.keys = keys
         self.rests = rests
-        self.h_rows = h_rows
         self.order = order
         self.q_matrix = q_matrix
         self.config = config
@@ -643,8 +637,7 @@ class GdnPlan(LaunchesPlan):
         h: Tensor | None,
         h_cu_starts: Tensor | None,
     ) -> None:
-        """Writes out, final_state, h of ``h_rows`` states and h_cu_starts, those that are given;
-        states V-first."""
+        """Writes out, final_state, h and h_cu_starts, those that are given; states V-first."""
         if self.sequences == 0:
             out.zero_()
             if h_cu_starts is not None:
@@ -723,9 +716,7 @@ class GdnPlan(LaunchesPlan):
             )
         state = vectors if initial_state is None else initial_state
         final = vectors if final_state is None else final_state
-        checkpoints = h_matrix = vectors if h is None else h
-        if "h_matrix" in self.scan.boxes:
-            h_matrix = checkpoints.view(-1, checkpoints.shape[3])
+        checkpoints = vectors if h is None else h
         places = [starts if index is None else index for index in indices]
         if self.split is not None:
             segment_map = out.new_empty(self.split.segments + 1, 4, dtype=torch.int32)
@@ -736,7 +727,7 @@ class GdnPlan(LaunchesPlan):
             calls.append((self.split.chain, (segment_map, maps)))
             state, starts = maps, segment_map
         read = (q, k, v, state, cu, order, starts, weights, vectors, keys)
-        calls.append((self.scan, (*read, out, final, checkpoints, h_matrix, h_starts, *places)))
+        calls.append((self.scan, (*read, out, final, checkpoints, h_starts, *places)))
         return calls
 
 

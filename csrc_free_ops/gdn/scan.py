@@ -33,6 +33,7 @@ from csrc_free_ops.gdn.tiles import (
     load_state,
     load_values,
     made_of,
+    store_half,
     store_state,
     update_state,
 )
@@ -77,8 +78,6 @@ def scan_kernel(
     out,  # dtype of v [B, tokens, HV, V]
     final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
     h,  # [rows, HV, V, K]
-    # with H_BOXED a descriptor of it and one more state, with a row for each column of a state
-    h_matrix,
     h_cu_starts, read_indices, write_indices, track_lens, track_indices,
     tokens, chunks, rows, places,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
@@ -88,12 +87,12 @@ def scan_kernel(
     HAS_STATE: tl.constexpr, HAS_FINAL: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
     WIDE: tl.constexpr,
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
-    H_BOXED: tl.constexpr,
+    H_PAIRS: tl.constexpr,  # each thread writes what it has of states inside sequences
     HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
     HAS_ORDER: tl.constexpr, SPLIT: tl.constexpr,
     BY_PRODUCT: tl.constexpr,
-    EARLY: tl.constexpr,  # v comes to registers a chunk ahead
+    EARLY: tl.constexpr,  # v comes to registers a chunk ahead, and not BY_PRODUCT
     BOXED: tl.constexpr,  # q, weights and keys are descriptors of matrices
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -165,10 +164,14 @@ def scan_kernel(
     # Before chunk m the state is row m of the layout fla, and row m - 1 of compact.
     if H_LAYOUT == 2:
         h_row -= 1
-    of_head = head * V + column
-    h_tile = (h_row * (HV * V)).to(tl.int32) + of_head
-    nowhere = rows * (HV * V) + of_head
     h += (h_row * HV + v_head) * (V * K)
+    # Those before chunks from h_first to h_end are this program's, and there is room for them.
+    h_end = tl.minimum(tl.maximum(rows - h_row, 0), 2147483647).to(tl.int32)
+    h_first = 0
+    if H_LAYOUT == 2:
+        h_first = 1
+    elif SPLIT:
+        h_first = tl.where(before == 0, 0, 1)
 
     S0 = tl.zeros([BV, BK], tl.float32)
     S1 = S0
@@ -208,21 +211,9 @@ def scan_kernel(
     h_at = h
     for m in range(count):
         token_ok = m * C + r < length
-        if H_LAYOUT != 0:
-            wanted = h_row + m < rows
-            if H_LAYOUT == 2:
-                wanted &= m > 0
-            elif SPLIT:
-                wanted &= (m > 0) | (before == 0)
-            if H_BOXED:
-                # To shared memory, and from there while the program goes on. What nobody wants goes
-                # to one more state: such a copy traps where all of its tile is outside.
-                to = tl.where(wanted, h_tile, nowhere)
-                h_matrix.store([to, 0], S0.to(h_matrix.dtype))
-                h_tile += HV * V
-            else:
-                store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
-                h_at += HV * V * K
+        wanted = (m >= h_first) & (m < h_end)
+        if H_LAYOUT != 0 and not H_PAIRS:
+            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
 
         # What does not depend on S.
         of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
@@ -270,14 +261,9 @@ def scan_kernel(
                 k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
             )  # fmt: skip
 
-        if H_BOXED:  # this late: they go through the memory of the first tile
-            if NK > 1:
-                h_matrix.store([to, BK], S1.to(h_matrix.dtype))
-            if NK > 2:
-                h_matrix.store([to, 2 * BK], S2.to(h_matrix.dtype))
-            if NK > 3:
-                h_matrix.store([to, 3 * BK], S3.to(h_matrix.dtype))
-
+        # Among products, which go on meanwhile.
+        if H_PAIRS:
+            store_half(0, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
         since_start, own, of_query = load_factors(vectors, r, C)
         if BY_PRODUCT:  # late: as an accumulator it takes registers
             values = as_accumulator(values, True)
@@ -292,6 +278,9 @@ def scan_kernel(
         else:
             D = tl.dot(R, tl.trans(W), D, input_precision=PRECISION)
             O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
+        if H_PAIRS:
+            store_half(1, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
+        h_at += HV * V * K
         if BV > 32:  # the other way round programs of 32 columns are faster, those of 64 slower
             _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
         S0, S1, S2, S3 = update_state(

@@ -122,6 +122,62 @@ def store_state(
 
 
 @triton.jit
+def _store_pairs(
+    state, S, vd, first: tl.constexpr, wanted, rows: tl.constexpr, K: tl.constexpr, BK: tl.constexpr
+):  # fmt: skip
+    """Writes columns from ``first`` on of a state in float32, contiguous and aligned to 8 bytes, of
+    which K is even. ``rows`` is V.
+
+    For NVIDIA GPUs. Products leave two columns side by side in a thread, and each thread writes its
+    own. A store of Triton's brings rows together in shared memory first, and waits for that.
+    """
+    BV: tl.constexpr = S.shape[0]
+    PAIRS: tl.constexpr = S.shape[1] // 2
+    even, odd = tl.split(tl.reshape(S, [BV, PAIRS, 2]))
+    kd = first + 2 * tl.arange(0, PAIRS)
+    at = state + offsets(vd, K, kd, 1, True)  # in 32 bits they would stay in registers
+    if rows % BV != 0:
+        wanted &= (vd < rows)[:, None]
+    if K % BK != 0:
+        wanted &= (kd < K)[None, :]
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred wanted;
+            setp.ne.b32 wanted, $4, 0;
+            @wanted st.global.v2.b32 [$1], {$2, $3};
+            mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r,r", [at.to(tl.int64), even, odd, wanted.to(tl.int32)], dtype=tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def store_half(
+    n: tl.constexpr, state, S0, S1, S2, S3, vd, wanted, rows: tl.constexpr, K: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr,
+):  # fmt: skip
+    """Writes the left (n = 0) or the right half of the tiles, each thread what it has; see
+    _store_pairs."""
+    if NK == 1:
+        left, right = halves(S0)
+        if n == 0:
+            _store_pairs(state, left, vd, 0, wanted, rows, K, BK)
+        else:
+            _store_pairs(state, right, vd, BK // 2, wanted, rows, K, BK)
+    elif n == 0:
+        _store_pairs(state, S0, vd, 0, wanted, rows, K, BK)
+        if NK > 2:
+            _store_pairs(state, S1, vd, BK, wanted, rows, K, BK)
+    elif NK == 2:
+        _store_pairs(state, S1, vd, BK, wanted, rows, K, BK)
+    else:
+        _store_pairs(state, S2, vd, 2 * BK, wanted, rows, K, BK)
+        if NK > 3:
+            _store_pairs(state, S3, vd, 3 * BK, wanted, rows, K, BK)
+
+
+@triton.jit
 def keys_of_chunks(
     k, keys, row, q_head, begin, first_chunk, stride_b, stride_t, stride_h, stride_d,
     HQ: tl.constexpr, C: tl.constexpr, K: tl.constexpr, L2NORM: tl.constexpr,

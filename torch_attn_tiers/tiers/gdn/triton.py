@@ -73,20 +73,7 @@ def _ready(problem: GdnProblem) -> bool:
 def _build(problem: GdnProblem) -> Plan:
     plan = _plan(problem)
     plan.compile()
-    if plan.h_rows > problem.h_rows:
-        return _RunWithMoreRows(plan)
     return plan.run if problem.pool is None else plan.run_pool
-
-
-class _RunWithMoreRows:
-    """``plan.run``, which needs more rows of h than there are checkpoints."""
-
-    def __init__(self, plan: GdnPlan) -> None:
-        self.h_rows = plan.h_rows
-        self._run = plan.run
-
-    def __call__(self, *tensors: Any) -> None:
-        self._run(*tensors)
 
 
 TIER = Tier(
