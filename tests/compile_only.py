@@ -238,6 +238,8 @@ GDN = (
     (torch.bfloat16, 16, 32, 128, 128, None, {"pool": PoolIndices(*[torch.int64] * 4)}),
     (torch.float32, 16, 32, 128, 128, None, {"pool": PoolIndices(*[torch.int32] * 4)}),
     (torch.float32, 2, 4, 64, 40, "compact", {"qk_l2norm": True}),
+    # On Hopper with 64 columns, and one program a multiprocessor.
+    (torch.bfloat16, 4, 12, 128, 128, "compact", {"qk_l2norm": True}),
     # One long sequence of few heads is split.
     (torch.bfloat16, 2, 8, 128, 128, None, {"qk_l2norm": True, "sequences": 1}),
     (torch.bfloat16, 2, 8, 128, 128, "fla", {"qk_l2norm": True, "sequences": 1}),

@@ -335,6 +335,26 @@ def test_kernels_are_compiled_once_for_all_lengths(N: int, T: int) -> None:
     assert [x.specialization for x in ours.launches] == [x.specialization for x in other.launches]
 
 
+@pytest.mark.parametrize(
+    "Hv, N, columns, stages, h_pairs",
+    [
+        (32, 1, 32, 3, True),  # 128 programs
+        (48, 1, 64, 3, True),  # 96 of twice the columns: one a multiprocessor
+        (64, 1, 64, 3, True),
+        (66, 1, 64, 3, True),
+        (68, 1, 64, 2, False),  # 136: two a multiprocessor
+        (32, 2, 64, 3, True),
+        (32, 3, 64, 2, False),
+    ],
+)
+def test_columns_of_a_program_on_hopper(
+    Hv: int, N: int, columns: int, stages: int, h_pairs: bool
+) -> None:
+    config = plan(T=8192, N=N, Hv=Hv).config
+    assert (config.bv, config.scan_stages, config.h_pairs) == (columns, stages, h_pairs)
+    assert config.segment_chunks is None
+
+
 def test_threads_write_what_they_have_of_states_where_programs_are_few() -> None:
     def pairs(h_layout: str | None = "fla", **changes: Any) -> bool:
         return plan(h_layout=h_layout, h_rows=520, **changes).scan.constants["H_PAIRS"]

@@ -484,13 +484,17 @@ def _for_programs(
     """
     has_many = fills_device(sequences * heads * -(-V // config.bv), device)
     if not batch_invariant and has_wide_tiles(K, V, dtype, device):
-        wide = config._replace(bk=min(_pow2(K), 128), bv=min(64, _pow2(V)), boxed=True)
-        if has_many:
-            # Two programs fit into a multiprocessor if v does not lie in shared memory too.
-            return wide._replace(scan_stages=2, v_ahead=False, v_early=True, h_pairs=False)
+        wide = config._replace(
+            bk=min(_pow2(K), 128), bv=min(64, _pow2(V)), boxed=True, v_early=True
+        )
         L = segment_chunks(wide, sequences, heads, V, chunks, device)
         if L:
-            return wide._replace(segment_chunks=L, v_early=True)
+            return wide._replace(segment_chunks=L)
+        if fills_device(sequences * heads * -(-V // wide.bv), device):
+            # Two programs fit into a multiprocessor.
+            return wide._replace(scan_stages=2, h_pairs=False)
+        if has_many:
+            return wide
     if has_many:
         # Two programs of a multiprocessor hide more than a third chunk under way.
         return config._replace(scan_stages=min(config.scan_stages, 2), h_pairs=False)

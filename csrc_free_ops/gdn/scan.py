@@ -212,7 +212,12 @@ def scan_kernel(
     for m in range(count):
         token_ok = m * C + r < length
         wanted = (m >= h_first) & (m < h_end)
-        if H_LAYOUT != 0 and not H_PAIRS:
+        if H_PAIRS:
+            # By halves, the other one among products, which go on meanwhile. Columns of 64 have
+            # registers for both there.
+            if not NARROW:
+                store_half(0, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
+        elif H_LAYOUT != 0:
             store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
 
         # What does not depend on S.
@@ -261,8 +266,7 @@ def scan_kernel(
                 k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
             )  # fmt: skip
 
-        # Among products, which go on meanwhile.
-        if H_PAIRS:
+        if H_PAIRS and NARROW:
             store_half(0, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
         since_start, own, of_query = load_factors(vectors, r, C)
         if BY_PRODUCT:  # late: as an accumulator it takes registers
@@ -273,13 +277,13 @@ def scan_kernel(
         R = exact.to(k0.dtype)
         D = own[None, :] * exact
         O = QS * of_query[None, :]
+        if H_PAIRS:
+            store_half(1, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
         if BOXED:  # one product of twice the columns, and one wait
             D, O = halves(tl.dot(R, tl.trans(both), join_halves(D, O)))
         else:
             D = tl.dot(R, tl.trans(W), D, input_precision=PRECISION)
             O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
-        if H_PAIRS:
-            store_half(1, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
         h_at += HV * V * K
         if BV > 32:  # the other way round programs of 32 columns are faster, those of 64 slower
             _store_output(out, O, vd, r, token_ok, HV, V, WIDE)

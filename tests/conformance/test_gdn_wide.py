@@ -206,8 +206,9 @@ def test_checkpoints_that_each_thread_writes_have_the_same_bits(
     results = []
     for h_pairs in (False, True):
         config = plans[0].config._replace(
-            bv=bv, bk=bk, segment_chunks=segment_chunks, h_pairs=h_pairs, boxed=False
-        )
+            bv=bv, bk=bk, segment_chunks=segment_chunks, h_pairs=h_pairs, boxed=bv == 64,
+            v_early=bv == 64, scan_stages=3,
+        )  # fmt: skip
         with forced(monkeypatch, "_for_programs", config):
             results.append(call.run(TIER)[:3])
     assert pairs == [False, plans[0].device.is_nvidia]
