@@ -43,7 +43,7 @@ class GdnConfig(NamedTuple):
     scan_stages: int  # chunks whose loads are under way in the scan, its own among them
     #: v is copied to shared memory chunks ahead, as all else that is read (if of 16 bits).
     v_ahead: bool = True
-    #: In the scan, instead: v comes to registers a chunk ahead.
+    #: v comes to registers a chunk ahead: in the scan instead, in segments if not ``v_ahead``.
     v_early: bool = False
     #: q, weights and keys come as whole tiles, by Hopper's copies of these. Where it is possible:
     #: 16 bits, normalised keys, and q in rows of heads, see ``_q_matrix``.
@@ -182,6 +182,11 @@ def has_wide_tiles(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> b
     there are programs enough, or sequences are split until there are.
     """
     return _is_hopper(device) and dtype.itemsize == 2 and V > 32 and K <= 128
+
+
+def warps_have_rows(config: GdnConfig, dtype: torch.dtype, device: DeviceFacts) -> bool:
+    """Whether a warp of the scan has 16 rows of each accumulator: on Hopper, with 64 columns."""
+    return _is_hopper(device) and dtype.itemsize == 2 and config.bv == 16 * config.scan_warps > 32
 
 
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
@@ -363,6 +368,7 @@ def plan_gdn(
     in_registers = dict(
         **tiles, V=V, GROUP=Hv // Hq, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
         HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype), BOXED=q_matrix is not None,
+        BY_WARPS=warps_have_rows(config, q.dtype, device),
         NVIDIA=device.is_nvidia,
     )  # fmt: skip
     by_product = bool(config.v_ahead) and not exact
@@ -391,8 +397,8 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            HAS_ORDER=has_order, BY_PRODUCT=by_product and not config.v_early,
-            EARLY=bool(config.v_early), H_PAIRS=bool(h_pairs),
+            HAS_ORDER=has_order, H_PAIRS=bool(h_pairs),
+            BY_PRODUCT=by_product and not config.v_early, EARLY=bool(config.v_early),
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
         boxes=scan_boxes,
@@ -408,7 +414,8 @@ def plan_gdn(
                 read_indices=(indices.get("read_indices") or torch.int32, False),
             ),
             constants=dict(
-                **shared, **in_registers, HAS_STATE=state is not None, BY_PRODUCT=by_product
+                **shared, **in_registers, HAS_STATE=state is not None, BY_PRODUCT=by_product,
+                EARLY=config.v_early and not config.v_ahead,
             ),
             boxes=boxes,
             config=config,

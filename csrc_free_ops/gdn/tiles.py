@@ -21,28 +21,114 @@ def made_of(x, other, NVIDIA: tl.constexpr):
     return x
 
 
+# On Hopper each warp has 16 rows of an accumulator. Memory is read and written in pieces of 16
+# bytes, which Triton deals out to lanes and warps in the order of the dimensions, so that a warp
+# gets rows of others, through shared memory and barriers. Of a tensor of four dimensions it deals
+# out the last one to lanes, then the first one, and the second one to warps. So what is loaded and
+# stored is given these: what a warp takes at once, warps, what else a thread has, and what lies
+# side by side.
+
+
 @triton.jit
-def load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr):
-    """A tile of a state of so many rows, in float32; zero if it is not wanted."""
-    inside = (vd < rows)[:, None] & (kd < K)[None, :] & wanted
-    at = state + offsets(vd, stride_v, kd, stride_k, True)
-    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+def tokens_by_warps(BV: tl.constexpr, C: tl.constexpr):
+    """Of [BV, C], columns of V and tokens: which of both are where in these four dimensions."""
+    tokens = tl.arange(0, 16)[:, None, None, None] + 16 * tl.arange(0, C // 16)[None, None, :, None]
+    columns = 16 * tl.arange(0, BV // 16)[None, :, None, None]
+    return tokens, columns + tl.arange(0, 16)[None, None, None, :]
+
+
+@triton.jit
+def to_tokens_by_warps(x):
+    """[BV, C] in these dimensions."""
+    x = tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1] // 16, 16])
+    return tl.permute(x, [3, 0, 2, 1])
+
+
+@triton.jit
+def from_tokens_by_warps(x, BV: tl.constexpr, C: tl.constexpr):
+    """[BV, C] from these dimensions."""
+    return tl.reshape(tl.permute(x, [1, 3, 2, 0]), [BV, C])
+
+
+@triton.jit
+def rows_by_warps(BV: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
+    """Of [BV, N], rows and columns: which of both are where in four dimensions."""
+    PIECES: tl.constexpr = N * dtype.primitive_bitwidth // 128
+    ROWS: tl.constexpr = 32 // PIECES if PIECES < 32 else 1
+    rows = tl.arange(0, ROWS)[:, None, None, None]
+    rows += 16 * tl.arange(0, BV // 16)[None, :, None, None]
+    rows += ROWS * tl.arange(0, 16 // ROWS)[None, None, :, None]
+    return rows, tl.arange(0, N)[None, None, None, :]
+
+
+@triton.jit
+def to_rows_by_warps(x):
+    """[BV, N] in these dimensions."""
+    PIECES: tl.constexpr = x.shape[1] * x.dtype.primitive_bitwidth // 128
+    ROWS: tl.constexpr = 32 // PIECES if PIECES < 32 else 1
+    x = tl.reshape(x, [x.shape[0] // 16, 16 // ROWS, ROWS, x.shape[1]])
+    return tl.permute(x, [2, 0, 1, 3])
+
+
+@triton.jit
+def from_rows_by_warps(x, BV: tl.constexpr, N: tl.constexpr):
+    """[BV, N] from these dimensions."""
+    return tl.reshape(tl.permute(x, [1, 2, 0, 3]), [BV, N])
+
+
+@triton.jit
+def _places(
+    row, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr, BV: tl.constexpr,
+    BK: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, BY_WARPS: tl.constexpr,
+):  # fmt: skip
+    """Offsets of BV rows of a state from ``row`` on, BK columns from ``first`` on, and a mask."""
+    if BY_WARPS:
+        v, k = rows_by_warps(BV, BK, dtype)
+    else:
+        v = tl.arange(0, BV)[:, None]
+        k = tl.arange(0, BK)[None, :]
+    v += row
+    k += first
+    inside = (v < rows) & (k < K) & wanted
+    if WIDE:
+        v = v.to(tl.int64)
+        k = k.to(tl.int64)
+    return v * stride_v + k * stride_k, inside
+
+
+@triton.jit
+def load_tile(
+    state, row, n: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    BV: tl.constexpr, BK: tl.constexpr, BY_WARPS: tl.constexpr = False,
+):  # fmt: skip
+    """The n-th BK columns of BV rows of a state from ``row`` on, of which there are so many, in
+    float32; zero if they are not wanted."""
+    at, inside = _places(
+        row, n * BK, stride_v, stride_k, wanted, rows, K, BV, BK, state.dtype.element_ty, True,
+        BY_WARPS,
+    )  # fmt: skip
+    S = tl.load(state + at, mask=inside, other=0.0)
+    if BY_WARPS:
+        S = from_rows_by_warps(S, BV, BK)
+    return S.to(tl.float32)
 
 
 @triton.jit
 def load_state(
-    state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, rows, K: tl.constexpr, BK: tl.constexpr,
-    NK: tl.constexpr, NVIDIA: tl.constexpr,
+    state, S0, S1, S2, S3, row, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    NK: tl.constexpr, NVIDIA: tl.constexpr, BY_WARPS: tl.constexpr = False,
 ):  # fmt: skip
-    """The rows vd of a state of that many rows, in place of the tiles given; zero if not wanted."""
-    kd = tl.arange(0, BK)
-    S0 = load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K)
+    """Rows of a state from ``row`` on, of which there are so many, in place of the tiles given;
+    zero if they are not wanted."""
+    BV: tl.constexpr = S0.shape[0]
+    BK: tl.constexpr = S0.shape[1]
+    S0 = load_tile(state, row, 0, stride_v, stride_k, wanted, rows, K, BV, BK, BY_WARPS)
     if NK > 1:
-        S1 = load_tile(state, vd, BK + kd, stride_v, stride_k, wanted, rows, K)
+        S1 = load_tile(state, row, 1, stride_v, stride_k, wanted, rows, K, BV, BK, BY_WARPS)
     if NK > 2:
-        S2 = load_tile(state, vd, 2 * BK + kd, stride_v, stride_k, wanted, rows, K)
+        S2 = load_tile(state, row, 2, stride_v, stride_k, wanted, rows, K, BV, BK, BY_WARPS)
     if NK > 3:
-        S3 = load_tile(state, vd, 3 * BK + kd, stride_v, stride_k, wanted, rows, K)
+        S3 = load_tile(state, row, 3, stride_v, stride_k, wanted, rows, K, BV, BK, BY_WARPS)
     # All loads are under way before the first tile is waited for: its layout changes next.
     if NK > 1:
         S0 = made_of(S0, S1, NVIDIA)
@@ -55,70 +141,80 @@ def load_state(
 
 @triton.jit
 def load_given_state(
-    initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, stride_n, stride_h,
-    stride_v, stride_k, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr,
-    HAS_POOL: tl.constexpr, NVIDIA: tl.constexpr,
+    initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, row, stride_n, stride_h,
+    stride_v, stride_k, V: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, HAS_POOL: tl.constexpr,
+    NVIDIA: tl.constexpr, BY_WARPS: tl.constexpr = False,
 ):  # fmt: skip
-    """The rows vd of what sequence i begins with: its own state, or the one of the pool it names,
-    zero if there is none such."""
+    """Rows from ``row`` on of what sequence i begins with: its own state, or the one of the pool it
+    names, zero if there is none such."""
     place = i
     known = True
     if HAS_POOL:
         place = tl.load(read_indices + i).to(tl.int64)
         known = (place >= 0) & (place < places)
     given = initial_state + place * stride_n + v_head * stride_h
-    return load_state(given, S0, S1, S2, S3, vd, stride_v, stride_k, known, V, K, BK, NK, NVIDIA)
+    return load_state(
+        given, S0, S1, S2, S3, row, stride_v, stride_k, known, V, K, NK, NVIDIA, BY_WARPS
+    )
 
 
 @triton.jit
 def _store_columns(
-    state, S, vd, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
-    WIDE: tl.constexpr,
+    state, S, row, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    WIDE: tl.constexpr, BY_WARPS: tl.constexpr,
 ):  # fmt: skip
     """Writes columns of a state from ``first`` on."""
-    kd = first + tl.arange(0, S.shape[1])
-    inside = (vd < rows)[:, None] & (kd < K)[None, :] & wanted
-    at = state + offsets(vd, stride_v, kd, stride_k, WIDE)
-    tl.store(at, S.to(state.dtype.element_ty), mask=inside)
+    S = S.to(state.dtype.element_ty)
+    at, inside = _places(
+        row, first, stride_v, stride_k, wanted, rows, K, S.shape[0], S.shape[1], S.dtype, WIDE,
+        BY_WARPS,
+    )  # fmt: skip
+    if BY_WARPS:
+        S = to_rows_by_warps(S)
+    tl.store(state + at, S, mask=inside)
 
 
 @triton.jit
 def _store_tile(
-    state, S, vd, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
-    WIDE: tl.constexpr, NARROW: tl.constexpr,
+    state, S, row, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr, BY_WARPS: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of a state, columns from ``first`` on. NARROW: 32 of them at a time, as each
     store goes through shared memory."""
-    BK: tl.constexpr = S.shape[1]
-    if NARROW and BK == 128:
+    N: tl.constexpr = S.shape[1] // 2
+    if NARROW and N >= 32:
         left, right = halves(S)
-        S0, S1 = halves(left)
-        S2, S3 = halves(right)
-        _store_columns(state, S0, vd, first, stride_v, stride_k, wanted, rows, K, WIDE)
-        _store_columns(state, S1, vd, first + 32, stride_v, stride_k, wanted, rows, K, WIDE)
-        _store_columns(state, S2, vd, first + 64, stride_v, stride_k, wanted, rows, K, WIDE)
-        _store_columns(state, S3, vd, first + 96, stride_v, stride_k, wanted, rows, K, WIDE)
-    elif NARROW and BK == 64:
-        S0, S1 = halves(S)
-        _store_columns(state, S0, vd, first, stride_v, stride_k, wanted, rows, K, WIDE)
-        _store_columns(state, S1, vd, first + 32, stride_v, stride_k, wanted, rows, K, WIDE)
+        _store_tile(
+            state, left, row, first, stride_v, stride_k, wanted, rows, K, WIDE, N > 32, BY_WARPS
+        )
+        _store_tile(
+            state, right, row, first + N, stride_v, stride_k, wanted, rows, K, WIDE, N > 32,
+            BY_WARPS,
+        )  # fmt: skip
     else:
-        _store_columns(state, S, vd, first, stride_v, stride_k, wanted, rows, K, WIDE)
+        _store_columns(state, S, row, first, stride_v, stride_k, wanted, rows, K, WIDE, BY_WARPS)
 
 
 @triton.jit
 def store_state(
-    state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, rows, K: tl.constexpr,
-    BK: tl.constexpr, NK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr = False,
+    state, S0, S1, S2, S3, row, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    NK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr = False,
+    BY_WARPS: tl.constexpr = False,
 ):  # fmt: skip
-    """Writes the rows vd of a state of that many rows; for NARROW see _store_tile."""
-    _store_tile(state, S0, vd, 0, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
+    """Writes rows of a state from ``row`` on, of which there are so many; for NARROW see
+    _store_tile."""
+    BK: tl.constexpr = S0.shape[1]
+    _store_tile(state, S0, row, 0, stride_v, stride_k, wanted, rows, K, WIDE, NARROW, BY_WARPS)
     if NK > 1:
-        _store_tile(state, S1, vd, BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
+        _store_tile(state, S1, row, BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW, BY_WARPS)
     if NK > 2:
-        _store_tile(state, S2, vd, 2 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
+        _store_tile(
+            state, S2, row, 2 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW, BY_WARPS
+        )
     if NK > 3:
-        _store_tile(state, S3, vd, 3 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
+        _store_tile(
+            state, S3, row, 3 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW, BY_WARPS
+        )
 
 
 @triton.jit
@@ -239,6 +335,28 @@ def load_values(
         if V % BV != 0:
             wanted &= (vd < V)[:, None]
         values = tl.load(v + offsets(vd, stride_d, r, stride_t, WIDE), mask=wanted, other=0.0)
+    return values
+
+
+@triton.jit
+def load_early_values(
+    v, vd, column, r, left, stride_d, stride_t, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
+    WIDE: tl.constexpr, BY_WARPS: tl.constexpr,
+):  # fmt: skip
+    """Columns vd, which are those from ``column`` on, of a later chunk's v, of which so many tokens
+    are left, as rows or by warps; zero where there are none."""
+    if BY_WARPS:
+        tokens, columns = tokens_by_warps(BV, C)
+        columns += column
+        wanted = tokens < left
+        if V % BV != 0:
+            wanted &= columns < V
+        if WIDE:
+            tokens = tokens.to(tl.int64)
+            columns = columns.to(tl.int64)
+        values = tl.load(v + (tokens * stride_t + columns * stride_d), mask=wanted, other=0.0)
+    else:
+        values = load_values(v, vd, r, r < left, stride_d, stride_t, V, BV, WIDE, False)
     return values
 
 

@@ -23,7 +23,11 @@ TIER = "triton"
 @pytest.fixture(autouse=True)
 def columns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Of each plan that the test has led to, how many columns of S a program of the scan has."""
-    with forced(monkeypatch, "has_wide_tiles", True), forced(monkeypatch, "fills_device", True):
+    with (
+        forced(monkeypatch, "has_wide_tiles", True),
+        forced(monkeypatch, "fills_device", True),
+        forced(monkeypatch, "warps_have_rows", True),
+    ):
         yield noted(monkeypatch, lambda plan: plan.scan.constants["BV"])
 
 
@@ -148,8 +152,13 @@ def test_a_sequence_does_not_see_the_next_one(maker: Make, must_run: frozenset[s
 
 
 @pytest.mark.parametrize("overload", OVERLOADS)
+@pytest.mark.parametrize("segment_chunks", [0, 1])
 def test_v_that_comes_a_chunk_ahead_changes_no_bit(
-    overload: str, maker: Make, must_run: frozenset[str], monkeypatch: pytest.MonkeyPatch
+    segment_chunks: int,
+    overload: str,
+    maker: Make,
+    must_run: frozenset[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lengths = [2 * CHUNK + 1, 0, CHUNK, 5]
     call = prompts(
@@ -161,10 +170,10 @@ def test_v_that_comes_a_chunk_ahead_changes_no_bit(
     check_or_skip(call, TIER, must_run)
     early = noted(monkeypatch, lambda plan: plan.scan.constants["EARLY"])
     results = []
-    for config in (
-        configs[0]._replace(v_ahead=False, v_early=False),
-        configs[0]._replace(v_ahead=False, v_early=True),
-    ):
+    for v_early in (False, True):
+        config = configs[0]._replace(
+            v_ahead=False, v_early=v_early, segment_chunks=segment_chunks, boxed=False
+        )
         with forced(monkeypatch, "_for_programs", config):
             results.append(call.run(TIER)[:2])
     assert early == [False, True]
