@@ -184,9 +184,9 @@ def has_wide_tiles(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> b
     return _is_hopper(device) and dtype.itemsize == 2 and V > 32 and K <= 128
 
 
-def warps_have_rows(config: GdnConfig, dtype: torch.dtype, device: DeviceFacts) -> bool:
-    """Whether a warp of the scan has 16 rows of each accumulator: on Hopper, with 64 columns."""
-    return _is_hopper(device) and dtype.itemsize == 2 and config.bv == 16 * config.scan_warps > 32
+def warps_have_rows(rows: int, warps: int, dtype: torch.dtype, device: DeviceFacts) -> bool:
+    """Whether each warp has 16 rows of accumulators of so many: of Hopper's products."""
+    return _is_hopper(device) and dtype.itemsize == 2 and rows == 16 * warps and rows >= 64
 
 
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
@@ -355,6 +355,7 @@ def plan_gdn(
         constants=dict(
             **shared, **tiles, HEADS=config.heads, BK=config.prepare_bk,
             NK=-(-K // config.prepare_bk), SOLVE_PRECISION=solve_precision, EXACT=exact,
+            BY_WARPS=warps_have_rows(C, config.prepare_warps, q.dtype, device),
             NVIDIA=device.is_nvidia,
         ),
         options=_options(device, config.prepare_warps, 1, config.prepare_registers),
@@ -368,7 +369,7 @@ def plan_gdn(
     in_registers = dict(
         **tiles, V=V, GROUP=Hv // Hq, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
         HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype), BOXED=q_matrix is not None,
-        BY_WARPS=warps_have_rows(config, q.dtype, device),
+        BY_WARPS=warps_have_rows(config.bv, config.scan_warps, q.dtype, device),
         NVIDIA=device.is_nvidia,
     )  # fmt: skip
     by_product = bool(config.v_ahead) and not exact

@@ -26,6 +26,7 @@ from csrc_free_ops.gdn.chunk_map import (
     tokens_of_chunk,
     wait_for_earlier_kernels,
 )
+from csrc_free_ops.gdn.warps import rows_by_warps, to_rows_by_warps
 from csrc_free_ops.prefetch import prefetch_rows
 
 
@@ -237,6 +238,20 @@ def _pairs(n: tl.constexpr):
     return tl.reshape(tl.join(even, even + 1), [n])
 
 
+@triton.jit
+def _store_square(at, x, BY_WARPS: tl.constexpr):
+    """Writes a square matrix, row after row."""
+    C: tl.constexpr = x.shape[0]
+    x = x.to(at.dtype.element_ty)
+    if BY_WARPS:
+        rows, columns = rows_by_warps(C, C, x.dtype)
+        x = to_rows_by_warps(x)
+    else:
+        rows = tl.arange(0, C)[:, None]
+        columns = tl.arange(0, C)[None, :]
+    tl.store(at + (rows * C + columns), x)
+
+
 @triton.jit(do_not_specialize=["parts", "group_parts", "tokens", "sequences", "ahead"])
 def prepare_kernel(
     q, k, cu_seqlens, chunk_starts,
@@ -253,6 +268,7 @@ def prepare_kernel(
     HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    BY_WARPS: tl.constexpr,  # a warp has 16 rows of W and U: see warps.py
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
@@ -323,16 +339,16 @@ def prepare_kernel(
 
         T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION)
         T *= strength[None, :]
-        W_at = weights + h * (2 * C * C) + r[:, None] * C + r[None, :]
+        W_at = weights + h * (2 * C * C)
         W = tl.where(r[:, None] == r[None, :], 0.0, tl.exp2(after_t) * T)
-        tl.store(W_at, W.to(weights.dtype.element_ty))
+        _store_square(W_at, W, BY_WARPS)
         if LATE:
             _, QK = _products(
                 q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
                 k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE, False, True,
             )  # fmt: skip
         U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
-        tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
+        _store_square(W_at + C * C, U, BY_WARPS)
 
     # Side by side for each token, in one store: of memory that is written in part the rest is read.
     fours = tl.join(tl.join(since_start, of_state), tl.join(own, tl.zeros_like(own)))

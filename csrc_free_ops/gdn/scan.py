@@ -26,7 +26,6 @@ from csrc_free_ops.gdn.chunk_map import (
 from csrc_free_ops.gdn.prepare import halves, join_halves, load_rows
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
-    from_tokens_by_warps,
     keys_of_chunks,
     load_early_values,
     load_factors,
@@ -37,10 +36,9 @@ from csrc_free_ops.gdn.tiles import (
     made_of,
     store_half,
     store_state,
-    to_tokens_by_warps,
-    tokens_by_warps,
     update_state,
 )
+from csrc_free_ops.gdn.warps import from_tokens_by_warps, to_tokens_by_warps, tokens_by_warps
 
 
 @triton.jit
@@ -114,7 +112,7 @@ def scan_kernel(
     BY_PRODUCT: tl.constexpr,
     EARLY: tl.constexpr,  # v comes to registers a chunk ahead, and not BY_PRODUCT
     BOXED: tl.constexpr,  # q, weights and keys are descriptors of matrices
-    BY_WARPS: tl.constexpr,  # of early v, out and states a warp has rows of its own: see tiles.py
+    BY_WARPS: tl.constexpr,  # of early v, out and states a warp has rows: see warps.py
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)

@@ -21,7 +21,6 @@ from csrc_free_ops.gdn.chunk_map import (
 )
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
-    from_tokens_by_warps,
     keys_of_chunks,
     load_early_values,
     load_factors,
@@ -34,6 +33,7 @@ from csrc_free_ops.gdn.tiles import (
     store_state,
     update_state,
 )
+from csrc_free_ops.gdn.warps import from_tokens_by_warps
 
 
 @triton.jit

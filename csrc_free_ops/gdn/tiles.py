@@ -8,6 +8,12 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.gdn.prepare import halves, load_rows, offsets
+from csrc_free_ops.gdn.warps import (
+    from_rows_by_warps,
+    rows_by_warps,
+    to_rows_by_warps,
+    tokens_by_warps,
+)
 
 
 @triton.jit
@@ -19,61 +25,6 @@ def made_of(x, other, NVIDIA: tl.constexpr):
             "mov.b32 $0, $1;", "=r,r,r", [x, other], dtype=tl.float32, is_pure=True, pack=1
         )
     return x
-
-
-# On Hopper each warp has 16 rows of an accumulator. Memory is read and written in pieces of 16
-# bytes, which Triton deals out to lanes and warps in the order of the dimensions, so that a warp
-# gets rows of others, through shared memory and barriers. Of a tensor of four dimensions it deals
-# out the last one to lanes, then the first one, and the second one to warps. So what is loaded and
-# stored is given these: what a warp takes at once, warps, what else a thread has, and what lies
-# side by side.
-
-
-@triton.jit
-def tokens_by_warps(BV: tl.constexpr, C: tl.constexpr):
-    """Of [BV, C], columns of V and tokens: which of both are where in these four dimensions."""
-    tokens = tl.arange(0, 16)[:, None, None, None] + 16 * tl.arange(0, C // 16)[None, None, :, None]
-    columns = 16 * tl.arange(0, BV // 16)[None, :, None, None]
-    return tokens, columns + tl.arange(0, 16)[None, None, None, :]
-
-
-@triton.jit
-def to_tokens_by_warps(x):
-    """[BV, C] in these dimensions."""
-    x = tl.reshape(x, [x.shape[0] // 16, 16, x.shape[1] // 16, 16])
-    return tl.permute(x, [3, 0, 2, 1])
-
-
-@triton.jit
-def from_tokens_by_warps(x, BV: tl.constexpr, C: tl.constexpr):
-    """[BV, C] from these dimensions."""
-    return tl.reshape(tl.permute(x, [1, 3, 2, 0]), [BV, C])
-
-
-@triton.jit
-def rows_by_warps(BV: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
-    """Of [BV, N], rows and columns: which of both are where in four dimensions."""
-    PIECES: tl.constexpr = N * dtype.primitive_bitwidth // 128
-    ROWS: tl.constexpr = 32 // PIECES if PIECES < 32 else 1
-    rows = tl.arange(0, ROWS)[:, None, None, None]
-    rows += 16 * tl.arange(0, BV // 16)[None, :, None, None]
-    rows += ROWS * tl.arange(0, 16 // ROWS)[None, None, :, None]
-    return rows, tl.arange(0, N)[None, None, None, :]
-
-
-@triton.jit
-def to_rows_by_warps(x):
-    """[BV, N] in these dimensions."""
-    PIECES: tl.constexpr = x.shape[1] * x.dtype.primitive_bitwidth // 128
-    ROWS: tl.constexpr = 32 // PIECES if PIECES < 32 else 1
-    x = tl.reshape(x, [x.shape[0] // 16, 16 // ROWS, ROWS, x.shape[1]])
-    return tl.permute(x, [2, 0, 1, 3])
-
-
-@triton.jit
-def from_rows_by_warps(x, BV: tl.constexpr, N: tl.constexpr):
-    """[BV, N] from these dimensions."""
-    return tl.reshape(tl.permute(x, [1, 2, 0, 3]), [BV, N])
 
 
 @triton.jit
