@@ -19,12 +19,19 @@ T, D = 130, 16  # three chunks
 
 
 def run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segment_chunks: int, qk_l2norm: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    segment_chunks: int,
+    qk_l2norm: bool,
+    is_early: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """In Triton's interpreter."""
     device = device_facts(torch.device("cpu"))
     g, beta = -torch.linspace(0, 1, T)[None, :, None], torch.full((1, T, 1), 0.5)
     config = default_config(D, D, 1, q.dtype, device)._replace(segment_chunks=segment_chunks)
+    if is_early:
+        config = config._replace(bv=64, v_ahead=False, v_early=True)
     plan = plan_gdn(
         *map(tensor_facts, (q, k, v, g, beta)), device,
         sequences=1, scale=1.0, qk_l2norm=qk_l2norm, config=config,
@@ -37,9 +44,16 @@ def run(
 
 @pytest.mark.parametrize("qk_l2norm", [False, True])
 @pytest.mark.parametrize("segment_chunks", [0, 1])
+@pytest.mark.parametrize("is_early, by_warps", [(False, False), (True, False), (True, True)])
 def test_chunks_further_apart_than_32_bits(
-    segment_chunks: int, qk_l2norm: bool, tmp_path: pathlib.Path
+    is_early: bool,
+    by_warps: bool,
+    segment_chunks: int,
+    qk_l2norm: bool,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("csrc_free_ops.gdn.launch.warps_have_rows", lambda *_: by_warps)
     stride = 2**25  # 63 times it are less than 2^31
     # Of this file the pages of T tokens are written.
     memory = torch.from_file(
@@ -49,9 +63,8 @@ def test_chunks_further_apart_than_32_bits(
     packed.copy_(0.3 * torch.randn(1, T, 1, 3 * D, generator=torch.Generator().manual_seed(0)))
     far = packed.split(D, -1)
     near = [x.contiguous() for x in far]
-    for got, wanted in zip(
-        run(*far, segment_chunks, qk_l2norm), run(*near, segment_chunks, qk_l2norm), strict=True
-    ):
+    options = segment_chunks, qk_l2norm, is_early
+    for got, wanted in zip(run(*far, *options), run(*near, *options), strict=True):
         assert torch.equal(got, wanted)
 
 

@@ -215,6 +215,15 @@ def _not_aligned(m: Maker, P: int, Hv: int, K: int, V: int) -> torch.Tensor:
     return m.normal(P, Hv, V, K + 1, dtype=torch.float32)[..., 1:].mT
 
 
+#: Ways in which states lie in memory.
+POOLS = {
+    "layer": _layer,
+    "k_first": _k_first,
+    "inner_strides": _inner_strides,
+    "not_aligned": _not_aligned,
+}
+
+
 @case
 def pool_that_is_a_layer_of_a_larger_one(make: Make) -> PoolCall:
     return pooled(make(), [70, 5], [4, -1], [0, 1], [(64, 3), (0, 0)], K=32, V=16, pool=_layer)

@@ -7,14 +7,20 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from csrc_free_ops.facts import device_facts, tensor_facts
 from tests.conformance.calls import Maker, same_bits
 from tests.conformance.gdn_calls import CHUNK, check_or_skip, prompts
 from tests.conformance.gdn_plans import forced, noted
 from tests.conformance.gdn_pool_calls import check_or_skip as check_pool_or_skip
+from tests.conformance.gdn_pool_calls import pooled
 from tests.conformance.test_gdn import CASES, OVERLOADS
 from tests.conformance.test_gdn_pool import CASES as POOL_CASES
+from tests.conformance.test_gdn_pool import POOLS
 
 pytest.importorskip("triton")
+
+from csrc_free_ops.gdn import plan_gdn
+from csrc_free_ops.gdn.launch import default_config
 
 Make = Callable[..., Maker]
 TIER = "triton"
@@ -81,6 +87,49 @@ def test_case(name: str, maker: Make, must_run: frozenset[str], columns: list[in
 def test_pool_case(name: str, maker: Make, must_run: frozenset[str], columns: list[int]) -> None:
     check_pool_or_skip(POOL_CASES[name](maker), TIER, must_run)
     assert columns
+
+
+@pytest.mark.parametrize("V", [64, 72])
+@pytest.mark.parametrize("name", POOLS)
+def test_pools_of_any_strides(
+    name: str, V: int, maker: Make, must_run: frozenset[str], columns: list[int]
+) -> None:
+    track = [(CHUNK, 3), (0, 0)]
+    call = pooled(
+        maker(torch.bfloat16), [70, 5], [4, -1], [0, 1], track, K=32, V=V, pool=POOLS[name]
+    )
+    check_pool_or_skip(call, TIER, must_run)
+    assert columns and set(columns) == {64}
+
+
+@pytest.mark.parametrize("segment_chunks", [0, 1])
+@pytest.mark.parametrize("bv", [32, 64])
+@pytest.mark.parametrize("h_layout", ["fla", "compact"])
+def test_no_state_is_written_behind_h(
+    h_layout: str, bv: int, segment_chunks: int, maker: Make, must_run: frozenset[str]
+) -> None:
+    """As total_chunks may say that there is less room than it takes."""
+    call = prompts(maker(torch.bfloat16), None, T=4 * CHUNK + 3, K=32, V=64)
+    call.require(TIER, must_run)
+    q, k, v, g, beta = (call.tensors[name] for name in ("q", "k", "v", "g", "beta"))
+    facts = device_facts(q.device)
+    config = default_config(32, 64, v.shape[2] // q.shape[2], q.dtype, facts)._replace(
+        bv=bv, segment_chunks=segment_chunks, v_early=bv == 64
+    )
+    B, _, Hv, V = v.shape
+    for rows in range(B * 5 + 1):
+        plan = plan_gdn(
+            *map(tensor_facts, (q, k, v, g, beta)), facts, sequences=B, scale=1.0, config=config,
+            h_layout=h_layout, h_rows=rows, h_dtype=torch.float32,
+        )  # fmt: skip
+        assert plan.scan.constants["H_PAIRS"] == facts.is_nvidia
+        memory = torch.full((B * 5 + 2, Hv, V, 32), 7.0, device=q.device)
+        starts = torch.empty(B + 1, dtype=torch.int64, device=q.device)
+        state = torch.empty(B, Hv, V, 32, device=q.device)
+        plan.run(q, k, v, g, beta, None, None, torch.empty_like(v), state, memory[:rows], starts)
+        assert (memory[rows:] == 7).all()
+        written = (memory != 7).flatten(1).any(1)
+        assert written.sum() == min(rows, B * (5 if h_layout == "fla" else 4))
 
 
 def test_batch_invariant_calls_have_the_bits_of_narrow_tiles(
@@ -152,7 +201,7 @@ def test_a_sequence_does_not_see_the_next_one(maker: Make, must_run: frozenset[s
 
 
 @pytest.mark.parametrize("overload", OVERLOADS)
-@pytest.mark.parametrize("segment_chunks", [0, 1])
+@pytest.mark.parametrize("segment_chunks", [0, 1, 2])
 def test_v_that_comes_a_chunk_ahead_changes_no_bit(
     segment_chunks: int,
     overload: str,
@@ -160,7 +209,7 @@ def test_v_that_comes_a_chunk_ahead_changes_no_bit(
     must_run: frozenset[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lengths = [2 * CHUNK + 1, 0, CHUNK, 5]
+    lengths = [4 * CHUNK + 1, 0, CHUNK, 5]
     call = prompts(
         maker(torch.bfloat16), lengths, T=sum(lengths) + 70, K=32, V=72, qk_l2norm=True
     ).with_(overload)
