@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import torch_attn_tiers
+from tests.conformance.gdn_plans import plans_anew
 from tests.test_predicates import CPU, DEVICES, INTERPRETER, NO_LENGTHS, OLD, PLAIN, Asked, _meta
-from torch_attn_tiers import dispatch
 
 expecttest = pytest.importorskip("expecttest")
 pytest.importorskip("triton")
@@ -264,8 +264,7 @@ def test_recordings_may_be_nested() -> None:
 def test_log_says_once_for_each_new_problem_what_runs(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch._plans, "plans", {})  # whoever ran these before has logged them
-    dispatch._plans.forget_decisions()
+    plans_anew(monkeypatch)  # whoever ran these before has logged them
     query, cache = torch.zeros(1, 4, 1, 56), torch.zeros(1, 2, 9, 56)
     with caplog.at_level(logging.INFO, logger="torch_attn_tiers"):
         for _ in range(3):

@@ -242,14 +242,16 @@ def _pairs(n: tl.constexpr):
 def _store_square(at, x, BY_WARPS: tl.constexpr):
     """Writes a square matrix, row after row."""
     C: tl.constexpr = x.shape[0]
-    x = x.to(at.dtype.element_ty)
     if BY_WARPS:
-        rows, columns = rows_by_warps(C, C, x.dtype)
-        x = to_rows_by_warps(x)
+        rows, columns = rows_by_warps(C, C, at.dtype.element_ty)
     else:
         rows = tl.arange(0, C)[:, None]
         columns = tl.arange(0, C)[None, :]
-    tl.store(at + (rows * C + columns), x)
+    at += rows * C + columns
+    x = x.to(at.dtype.element_ty)
+    if BY_WARPS:
+        x = to_rows_by_warps(x, at)
+    tl.store(at, x)
 
 
 @triton.jit(do_not_specialize=["parts", "group_parts", "tokens", "sequences", "ahead"])

@@ -36,9 +36,10 @@ from csrc_free_ops.gdn.tiles import (
     made_of,
     store_half,
     store_state,
+    take_early_values,
     update_state,
 )
-from csrc_free_ops.gdn.warps import from_tokens_by_warps, to_tokens_by_warps, tokens_by_warps
+from csrc_free_ops.gdn.warps import spread_offsets, to_tokens_by_warps, tokens_by_warps
 
 
 @triton.jit
@@ -81,9 +82,7 @@ def _store_output(
         columns = tl.arange(0, BV)[:, None]
     columns += column
     wanted = (tokens < left) & (columns < V)
-    if WIDE:
-        tokens = tokens.to(tl.int64)
-    tl.store(out + (tokens * (HV * V) + columns), O, mask=wanted)
+    tl.store(out + spread_offsets(tokens, HV * V, columns, 1, WIDE), O, mask=wanted)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
@@ -251,14 +250,11 @@ def scan_kernel(
             W = tl.load(weights + r[:, None] * C + r[None, :])
             U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
         if EARLY:
-            values = next_values
-            v += C * v_stride_t
             left = length - (m + 1) * C
-            next_values = load_early_values(
-                v, vd, column, r, left, v_stride_d, v_stride_t, V, BV, C, WIDE, BY_WARPS
-            )
-            if BY_WARPS:
-                values = from_tokens_by_warps(values, BV, C)
+            values, next_values, v = take_early_values(
+                next_values, v, vd, column, r, left, v_stride_d, v_stride_t, V, BV, C, WIDE,
+                BY_WARPS,
+            )  # fmt: skip
         else:
             values = load_values(
                 v, vd, r, token_ok, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT
@@ -337,7 +333,7 @@ def scan_kernel(
         vectors += HV * 4 * C
 
     if H_LAYOUT == 2 or (SPLIT and H_LAYOUT == 1):
-        wanted = h_row + count < rows
+        wanted = count < h_end
         if H_LAYOUT == 2:
             wanted &= (count > 0) & (count * C <= length)
         else:

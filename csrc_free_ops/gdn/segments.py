@@ -31,9 +31,9 @@ from csrc_free_ops.gdn.tiles import (
     load_values,
     made_of,
     store_state,
+    take_early_values,
     update_state,
 )
-from csrc_free_ops.gdn.warps import from_tokens_by_warps
 
 
 @triton.jit
@@ -147,14 +147,11 @@ def segment_kernel(
         else:
             W = tl.load(weights + r[:, None] * C + r[None, :])
         if EARLY:
-            values = next_values
-            v += C * v_stride_t
             left = tokens_of_v - (m + 1) * C
-            next_values = load_early_values(
-                v, vd, column, r, left, v_stride_d, v_stride_t, V, BV, C, WIDE, BY_WARPS
-            )
-            if BY_WARPS:
-                values = from_tokens_by_warps(values, BV, C)
+            values, next_values, v = take_early_values(
+                next_values, v, vd, column, r, left, v_stride_d, v_stride_t, V, BV, C, WIDE,
+                BY_WARPS,
+            )  # fmt: skip
         else:
             wanted = r < tokens_of_v
             values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT)

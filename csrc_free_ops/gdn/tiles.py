@@ -10,7 +10,9 @@ import triton.language as tl
 from csrc_free_ops.gdn.prepare import halves, load_rows, offsets
 from csrc_free_ops.gdn.warps import (
     from_rows_by_warps,
+    from_tokens_by_warps,
     rows_by_warps,
+    spread_offsets,
     to_rows_by_warps,
     tokens_by_warps,
 )
@@ -41,10 +43,7 @@ def _places(
     v += row
     k += first
     inside = (v < rows) & (k < K) & wanted
-    if WIDE:
-        v = v.to(tl.int64)
-        k = k.to(tl.int64)
-    return v * stride_v + k * stride_k, inside
+    return spread_offsets(v, stride_v, k, stride_k, WIDE), inside
 
 
 @triton.jit
@@ -121,7 +120,7 @@ def _store_columns(
         BY_WARPS,
     )  # fmt: skip
     if BY_WARPS:
-        S = to_rows_by_warps(S)
+        S = to_rows_by_warps(S, at)
     tl.store(state + at, S, mask=inside)
 
 
@@ -302,13 +301,25 @@ def load_early_values(
         wanted = tokens < left
         if V % BV != 0:
             wanted &= columns < V
-        if WIDE:
-            tokens = tokens.to(tl.int64)
-            columns = columns.to(tl.int64)
-        values = tl.load(v + (tokens * stride_t + columns * stride_d), mask=wanted, other=0.0)
+        at = v + spread_offsets(tokens, stride_t, columns, stride_d, WIDE)
+        values = tl.load(at, mask=wanted, other=0.0)
     else:
         values = load_values(v, vd, r, r < left, stride_d, stride_t, V, BV, WIDE, False)
     return values
+
+
+@triton.jit
+def take_early_values(
+    early, v, vd, column, r, left, stride_d, stride_t, V: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, WIDE: tl.constexpr, BY_WARPS: tl.constexpr,
+):  # fmt: skip
+    """What came early of the chunk at v, as rows; likewise what comes early of the next one, of
+    which so many tokens are left; and where that lies."""
+    v += C * stride_t
+    later = load_early_values(v, vd, column, r, left, stride_d, stride_t, V, BV, C, WIDE, BY_WARPS)
+    if BY_WARPS:
+        early = from_tokens_by_warps(early, BV, C)
+    return early, later, v
 
 
 @triton.jit

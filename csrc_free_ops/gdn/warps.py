@@ -46,11 +46,9 @@ def rows_by_warps(BV: tl.constexpr, N: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def to_rows_by_warps(x):
-    """[BV, N] in these dimensions."""
-    PIECES: tl.constexpr = x.shape[1] * x.dtype.primitive_bitwidth // 128
-    ROWS: tl.constexpr = 32 // PIECES if PIECES < 32 else 1
-    x = tl.reshape(x, [x.shape[0] // 16, 16 // ROWS, ROWS, x.shape[1]])
+def to_rows_by_warps(x, at):
+    """[BV, N] in these dimensions, which ``at`` has."""
+    x = tl.reshape(x, [at.shape[1], at.shape[2], at.shape[0], at.shape[3]])
     return tl.permute(x, [2, 0, 1, 3])
 
 
@@ -58,3 +56,12 @@ def to_rows_by_warps(x):
 def from_rows_by_warps(x, BV: tl.constexpr, N: tl.constexpr):
     """[BV, N] from these dimensions."""
     return tl.reshape(tl.permute(x, [1, 2, 0, 3]), [BV, N])
+
+
+@triton.jit
+def spread_offsets(r, stride_r, d, stride_d, WIDE: tl.constexpr):
+    """As offsets in prepare.py, of rows and columns that have been given dimensions already."""
+    if WIDE:
+        r = r.to(tl.int64)
+        d = d.to(tl.int64)
+    return r * stride_r + d * stride_d

@@ -13,12 +13,17 @@ from torch_attn_tiers import dispatch
 Noted = TypeVar("Noted")
 
 
+def plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of the plans that were made is known, until the test ends."""
+    monkeypatch.setattr(dispatch._plans, "plans", {})
+    dispatch._plans.forget_decisions()
+
+
 @contextlib.contextmanager
 def forced(monkeypatch: pytest.MonkeyPatch, choice: str, value: Any) -> Iterator[None]:
     """Plans are made anew, and ``choice`` of `csrc_free_ops.gdn.launch` is always that value."""
     monkeypatch.setattr(f"csrc_free_ops.gdn.launch.{choice}", lambda *_: value)
-    monkeypatch.setattr(dispatch._plans, "plans", {})
-    dispatch._plans.forget_decisions()
+    plans_anew(monkeypatch)
     yield
     dispatch._plans.forget_decisions()
 
