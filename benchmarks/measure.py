@@ -40,7 +40,7 @@ class Step(NamedTuple):
 _GDN_TESTS = "tests/gpu/test_gdn.py tests/gpu/test_gdn_pool.py"
 _OTHER_TESTS = (
     "test_library_tiers test_flashinfer_gdn test_flashinfer_gdn_pool test_gdn test_gdn_pool "
-    "test_gdn_wide test_gdn_split test_gdn_decode test_checkpoints test_tune"
+    "test_gdn_columns test_gdn_split test_gdn_decode test_checkpoints test_tune"
 )
 _H_CONFIGS = (
     "benchmarks/gdn_configs.py "
@@ -69,7 +69,7 @@ STEPS = {
     ),
     "gpu_tests_gdn": Step(
         190,
-        f"{_TESTS} -n 16 {_GDN_TESTS} tests/gpu/test_gdn_wide.py tests/gpu/test_gdn_split.py "
+        f"{_TESTS} -n 16 {_GDN_TESTS} tests/gpu/test_gdn_columns.py tests/gpu/test_gdn_split.py "
         "-k 'not flashinfer' --require-tiers triton",
     ),
     "gpu_tests_gdn_decode": Step(

@@ -240,6 +240,10 @@ GDN = (
     (torch.float32, 2, 4, 64, 40, "compact", {"qk_l2norm": True}),
     # On Hopper with 64 columns, and one program a multiprocessor.
     (torch.bfloat16, 4, 12, 128, 128, "compact", {"qk_l2norm": True}),
+    # There with 16.
+    (torch.bfloat16, 2, 4, 128, 128, "fla", {"qk_l2norm": True}),
+    (torch.float16, 2, 4, 64, 40, "compact", {"cu_seqlens_dtype": None}),
+    (torch.bfloat16, 2, 4, 128, 128, None, {"pool": PoolIndices(*[torch.int64] * 4)}),
     # One long sequence of few heads is split.
     (torch.bfloat16, 2, 8, 128, 128, None, {"qk_l2norm": True, "sequences": 1}),
     (torch.bfloat16, 2, 8, 128, 128, "fla", {"qk_l2norm": True, "sequences": 1}),

@@ -44,16 +44,10 @@ def run(
 
 @pytest.mark.parametrize("qk_l2norm", [False, True])
 @pytest.mark.parametrize("segment_chunks", [0, 1])
-@pytest.mark.parametrize("is_early, by_warps", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("is_early", [False, True])
 def test_chunks_further_apart_than_32_bits(
-    is_early: bool,
-    by_warps: bool,
-    segment_chunks: int,
-    qk_l2norm: bool,
-    tmp_path: pathlib.Path,
-    monkeypatch: pytest.MonkeyPatch,
+    is_early: bool, segment_chunks: int, qk_l2norm: bool, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr("csrc_free_ops.gdn.launch.warps_have_rows", lambda *_: by_warps)
     stride = 2**25  # 63 times it are less than 2^31
     # Of this file the pages of T tokens are written.
     memory = torch.from_file(

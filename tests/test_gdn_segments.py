@@ -68,13 +68,13 @@ def test_where_tiles_are_narrow_two_programs_run_at_once() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"Hq": 16, "Hv": 32},
-        {"Hv": 24},
-        {"N": 3},
+        {"Hq": 17, "Hv": 34},
+        {"Hq": 16, "Hv": 32, "h_layout": "compact", "h_rows": 512},
+        {"N": 5},
         {"T": 4000},
         {"N": 4, "Hv": 2, "T": 8192},
         {"batch_invariant": True},
-        {"device": H200._replace(multiprocessors=47)},
+        {"device": H200._replace(multiprocessors=31)},
         {"T": 0},
         {"N": 0},
     ],
@@ -90,7 +90,8 @@ def test_other_plans_have_no_more_launches(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "is_wide"),
     [
-        ({}, False),
+        ({}, True),  # split
+        ({"T": 4000}, False),
         ({"N": 2}, True),
         ({"Hv": 64}, True),
         ({"N": 2, "batch_invariant": True}, False),
@@ -338,7 +339,10 @@ def test_kernels_are_compiled_once_for_all_lengths(N: int, T: int) -> None:
 @pytest.mark.parametrize(
     "Hv, N, columns, stages, h_pairs",
     [
-        (32, 1, 32, 3, True),  # 128 programs
+        (16, 1, 16, 3, True),  # 128 programs
+        (8, 2, 16, 3, True),
+        (17, 1, 32, 3, True),
+        (32, 1, 32, 3, True),  # 128 of 32 columns
         (48, 1, 64, 3, True),  # 96 of twice the columns: one a multiprocessor
         (64, 1, 64, 3, True),
         (66, 1, 64, 3, True),
@@ -350,9 +354,30 @@ def test_kernels_are_compiled_once_for_all_lengths(N: int, T: int) -> None:
 def test_columns_of_a_program_on_hopper(
     Hv: int, N: int, columns: int, stages: int, h_pairs: bool
 ) -> None:
-    config = plan(T=8192, N=N, Hv=Hv).config
+    config = plan(T=2048, N=N, Hv=Hv, Hq=1).config
     assert (config.bv, config.scan_stages, config.h_pairs) == (columns, stages, h_pairs)
     assert config.segment_chunks is None
+    assert plan(T=2048, N=N, Hv=Hv, Hq=1, batch_invariant=True).config.bv == 32
+
+
+@pytest.mark.parametrize(
+    "Hv, N, T, h_layout, chunks",
+    [
+        (32, 1, 4096, None, 32),  # two segments
+        (32, 1, 4032, None, None),
+        (32, 1, 4096, "fla", None),
+        (33, 1, 8192, None, 64),  # 66 programs on 132 multiprocessors
+        (34, 1, 8192, None, None),
+        (16, 2, 8192, None, 33),
+        (22, 1, 8192, "fla", 43),  # three
+        (23, 1, 8192, "fla", None),
+    ],
+)
+def test_segments_on_hopper(
+    Hv: int, N: int, T: int, h_layout: str | None, chunks: int | None
+) -> None:
+    config = plan(T=T, N=N, Hv=Hv, Hq=1, h_layout=h_layout, h_rows=N * T // 64).config
+    assert config.segment_chunks == chunks
 
 
 def test_threads_write_what_they_have_of_states_where_programs_are_few() -> None:

@@ -24,6 +24,7 @@ _MAP_BLOCK = 1024  # sequences that the chunk map adds up at a time
 _MOST_IN_ORDER = 4096  # sequences that are put in order: each is compared with all
 _SEGMENT_MAP_BLOCK = 128  # sequences, or segments, of the segment map at a time
 _LEAST_SEGMENT = 16  # chunks, below which starting a segment takes longer than going through it
+_FEW_BV = 16  # columns of S of a program of the scan, where programs are few
 _CHAIN_BV = 16  # columns of S of a program of the chain
 _DECAYS_BH = 32  # value heads of a program of the decays kernel
 _ZERO_BLOCK = 2048  # elements of padding that it sets to zero at a time
@@ -43,7 +44,7 @@ class GdnConfig(NamedTuple):
     scan_stages: int  # chunks whose loads are under way in the scan, its own among them
     #: v is copied to shared memory chunks ahead, as all else that is read (if of 16 bits).
     v_ahead: bool = True
-    #: v comes to registers a chunk ahead: in the scan instead, in segments if not ``v_ahead``.
+    #: In the scan, instead: v comes to registers a chunk ahead.
     v_early: bool = False
     #: q, weights and keys come as whole tiles, by Hopper's copies of these. Where it is possible:
     #: 16 bits, normalised keys, and q in rows of heads, see ``_q_matrix``.
@@ -152,16 +153,24 @@ def shared_memory_bound(config: GdnConfig, K: int, dtype: torch.dtype) -> int:
 
 
 def segment_chunks(
-    config: GdnConfig, sequences: int, heads: int, V: int, chunks: int, device: DeviceFacts
+    config: GdnConfig,
+    sequences: int,
+    heads: int,
+    V: int,
+    chunks: int,
+    device: DeviceFacts,
+    has_h: bool,
 ) -> int:
     """Chunks of a segment, where splitting sequences is faster than not; 0 where it is not.
 
     It is where too few programs go through too many chunks: it makes half of the products again,
     for twice the columns. ``chunks`` is how many there can be. As many programs as run at once: of
-    32 columns two fit into a multiprocessor.
+    32 columns two fit into a multiprocessor. Two segments are not worth it where ``has_h``: states
+    inside sequences are written at the rate of the memory then, and before that nothing is.
     """
     programs = sequences * heads * -(-V // config.bv)
-    is_wide = programs == 0 or programs * 3 > device.multiprocessors
+    least = 3 if has_h or config.bv <= 32 else 2
+    is_wide = programs == 0 or programs * least > device.multiprocessors
     if is_wide or chunks < 4 * _LEAST_SEGMENT * sequences:
         return 0
     at_once = device.multiprocessors * (1 if config.bv > 32 else 2)
@@ -174,19 +183,15 @@ def fills_device(programs: int, device: DeviceFacts) -> bool:
     return programs > device.multiprocessors
 
 
-def has_wide_tiles(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> bool:
-    """Whether a scan may take 64 columns of S a program, and half as many programs.
+def has_tiles_by_programs(K: int, V: int, dtype: torch.dtype, device: DeviceFacts) -> bool:
+    """Whether a scan takes 64 or 16 columns of S a program, where it has many or few programs.
 
     Hopper's products of 64 rows read each operand once, where those of 32 read it twice, and other
     bits come out. A chunk takes less than two of 32 columns do, but longer than one: it pays where
-    there are programs enough, or sequences are split until there are.
+    there are programs enough, or sequences are split until there are. A chunk of 16 columns takes
+    four fifths of one of 32: it pays where all programs have a multiprocessor each.
     """
     return _is_hopper(device) and dtype.itemsize == 2 and V > 32 and K <= 128
-
-
-def warps_have_rows(rows: int, warps: int, dtype: torch.dtype, device: DeviceFacts) -> bool:
-    """Whether each warp has 16 rows of accumulators of so many: of Hopper's products."""
-    return _is_hopper(device) and dtype.itemsize == 2 and rows == 16 * warps and rows >= 64
 
 
 def _prepare_bound(bk: int, dtype: torch.dtype) -> int:
@@ -265,8 +270,9 @@ def plan_gdn(
     chunks = _most_chunks(B, T, sequences, has_cu)
     if by_shapes:
         config = _for_programs(
-            config, sequences, Hv, K, V, chunks, q.dtype, device, batch_invariant
-        )
+            config, sequences, Hv, K, V, chunks, q.dtype, device, h_layout is not None,
+            batch_invariant,
+        )  # fmt: skip
     v_tiles = -(-V // config.bv)
     L = config.segment_chunks
     if batch_invariant and L:
@@ -275,7 +281,10 @@ def plan_gdn(
             "are not split then"
         )
     if L is None:
-        L = 0 if batch_invariant else segment_chunks(config, sequences, Hv, V, chunks, device)
+        L = 0
+        if not batch_invariant:
+            has_h = h_layout is not None
+            L = segment_chunks(config, sequences, Hv, V, chunks, device, has_h)
     segments = sequences
     if L:  # a sequence is a segment even if it is empty; one alone may have all tokens
         segments += (1 if has_cu else B) * (max(0, T - 1) // (C * L))
@@ -355,7 +364,6 @@ def plan_gdn(
         constants=dict(
             **shared, **tiles, HEADS=config.heads, BK=config.prepare_bk,
             NK=-(-K // config.prepare_bk), SOLVE_PRECISION=solve_precision, EXACT=exact,
-            BY_WARPS=warps_have_rows(C, config.prepare_warps, q.dtype, device),
             NVIDIA=device.is_nvidia,
         ),
         options=_options(device, config.prepare_warps, 1, config.prepare_registers),
@@ -369,7 +377,6 @@ def plan_gdn(
     in_registers = dict(
         **tiles, V=V, GROUP=Hv // Hq, HV=Hv, BK=config.bk, NK=-(-K // config.bk), BV=config.bv,
         HAS_POOL=pool is not None, TWO_TERMS=_in_two_terms(K, q.dtype), BOXED=q_matrix is not None,
-        BY_WARPS=warps_have_rows(config.bv, config.scan_warps, q.dtype, device),
         NVIDIA=device.is_nvidia,
     )  # fmt: skip
     by_product = bool(config.v_ahead) and not exact
@@ -398,8 +405,8 @@ def plan_gdn(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
             HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
-            HAS_ORDER=has_order, H_PAIRS=bool(h_pairs),
-            BY_PRODUCT=by_product and not config.v_early, EARLY=bool(config.v_early),
+            HAS_ORDER=has_order, BY_PRODUCT=by_product and not config.v_early,
+            EARLY=bool(config.v_early), H_PAIRS=bool(h_pairs),
         ),
         options=_options(device, config.scan_warps, config.scan_stages, config.scan_registers),
         boxes=scan_boxes,
@@ -415,8 +422,7 @@ def plan_gdn(
                 read_indices=(indices.get("read_indices") or torch.int32, False),
             ),
             constants=dict(
-                **shared, **in_registers, HAS_STATE=state is not None, BY_PRODUCT=by_product,
-                EARLY=config.v_early and not config.v_ahead,
+                **shared, **in_registers, HAS_STATE=state is not None, BY_PRODUCT=by_product
             ),
             boxes=boxes,
             config=config,
@@ -484,6 +490,7 @@ def _for_programs(
     chunks: int,
     dtype: torch.dtype,
     device: DeviceFacts,
+    has_h: bool,
     batch_invariant: bool,
 ) -> GdnConfig:
     """The configuration for as many programs as there are, of the default one.
@@ -491,11 +498,11 @@ def _for_programs(
     When loads are issued changes no bit, but tiles do.
     """
     has_many = fills_device(sequences * heads * -(-V // config.bv), device)
-    if not batch_invariant and has_wide_tiles(K, V, dtype, device):
+    if not batch_invariant and has_tiles_by_programs(K, V, dtype, device):
         wide = config._replace(
             bk=min(_pow2(K), 128), bv=min(64, _pow2(V)), boxed=True, v_early=True
         )
-        L = segment_chunks(wide, sequences, heads, V, chunks, device)
+        L = segment_chunks(wide, sequences, heads, V, chunks, device, has_h)
         if L:
             return wide._replace(segment_chunks=L)
         if fills_device(sequences * heads * -(-V // wide.bv), device):
@@ -503,6 +510,8 @@ def _for_programs(
             return wide._replace(scan_stages=2, h_pairs=False)
         if has_many:
             return wide
+        if not fills_device(sequences * heads * -(-V // _FEW_BV), device):
+            return config._replace(bv=_FEW_BV)
     if has_many:
         # Two programs of a multiprocessor hide more than a third chunk under way.
         return config._replace(scan_stages=min(config.scan_stages, 2), h_pairs=False)

@@ -26,7 +26,6 @@ from csrc_free_ops.gdn.chunk_map import (
     tokens_of_chunk,
     wait_for_earlier_kernels,
 )
-from csrc_free_ops.gdn.warps import rows_by_warps, to_rows_by_warps
 from csrc_free_ops.prefetch import prefetch_rows
 
 
@@ -238,22 +237,6 @@ def _pairs(n: tl.constexpr):
     return tl.reshape(tl.join(even, even + 1), [n])
 
 
-@triton.jit
-def _store_square(at, x, BY_WARPS: tl.constexpr):
-    """Writes a square matrix, row after row."""
-    C: tl.constexpr = x.shape[0]
-    if BY_WARPS:
-        rows, columns = rows_by_warps(C, C, at.dtype.element_ty)
-    else:
-        rows = tl.arange(0, C)[:, None]
-        columns = tl.arange(0, C)[None, :]
-    at += rows * C + columns
-    x = x.to(at.dtype.element_ty)
-    if BY_WARPS:
-        x = to_rows_by_warps(x, at)
-    tl.store(at, x)
-
-
 @triton.jit(do_not_specialize=["parts", "group_parts", "tokens", "sequences", "ahead"])
 def prepare_kernel(
     q, k, cu_seqlens, chunk_starts,
@@ -270,7 +253,6 @@ def prepare_kernel(
     HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr,
     HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
-    BY_WARPS: tl.constexpr,  # a warp has 16 rows of W and U: see warps.py
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
@@ -341,16 +323,16 @@ def prepare_kernel(
 
         T = invert_unit_lower_64(strength[:, None] * decay * KK, SOLVE_PRECISION)
         T *= strength[None, :]
-        W_at = weights + h * (2 * C * C)
+        W_at = weights + h * (2 * C * C) + r[:, None] * C + r[None, :]
         W = tl.where(r[:, None] == r[None, :], 0.0, tl.exp2(after_t) * T)
-        _store_square(W_at, W, BY_WARPS)
+        tl.store(W_at, W.to(weights.dtype.element_ty))
         if LATE:
             _, QK = _products(
                 q, k, q_tile, k_tile, k_factor, r, token_ok, q_stride_t, q_stride_d, k_stride_t,
                 k_stride_d, K, BK, NK, L2NORM, PRECISION, WIDE, False, True,
             )  # fmt: skip
         U = _product_64(of_query[:, None] * decay * QK, T, SOLVE_PRECISION)
-        _store_square(W_at + C * C, U, BY_WARPS)
+        tl.store(W_at + C * C, U.to(weights.dtype.element_ty))
 
     # Side by side for each token, in one store: of memory that is written in part the rest is read.
     fours = tl.join(tl.join(since_start, of_state), tl.join(own, tl.zeros_like(own)))

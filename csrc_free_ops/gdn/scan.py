@@ -23,11 +23,10 @@ from csrc_free_ops.gdn.chunk_map import (
     sequence_bounds,
     wait_for_earlier_kernels,
 )
-from csrc_free_ops.gdn.prepare import halves, join_halves, load_rows
+from csrc_free_ops.gdn.prepare import halves, join_halves, load_rows, offsets
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
     keys_of_chunks,
-    load_early_values,
     load_factors,
     load_given_state,
     load_keys,
@@ -36,10 +35,8 @@ from csrc_free_ops.gdn.tiles import (
     made_of,
     store_half,
     store_state,
-    take_early_values,
     update_state,
 )
-from csrc_free_ops.gdn.warps import spread_offsets, to_tokens_by_warps, tokens_by_warps
 
 
 @triton.jit
@@ -65,24 +62,10 @@ def _read_tile(
 
 
 @triton.jit
-def _store_output(
-    out, O, column, left, HV: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr,
-    BY_WARPS: tl.constexpr,
-):  # fmt: skip
-    """Writes a chunk's outputs, of which so many tokens are left. O has columns from ``column`` on
-    as rows."""
-    BV: tl.constexpr = O.shape[0]
-    C: tl.constexpr = O.shape[1]
-    O = O.to(out.dtype.element_ty)
-    if BY_WARPS:
-        O = to_tokens_by_warps(O)
-        tokens, columns = tokens_by_warps(BV, C)
-    else:
-        tokens = tl.arange(0, C)[None, :]
-        columns = tl.arange(0, BV)[:, None]
-    columns += column
-    wanted = (tokens < left) & (columns < V)
-    tl.store(out + spread_offsets(tokens, HV * V, columns, 1, WIDE), O, mask=wanted)
+def _store_output(out, O, vd, r, token_ok, HV: tl.constexpr, V: tl.constexpr, WIDE: tl.constexpr):
+    """Writes a chunk's outputs, of which O has columns vd as rows."""
+    at = out + offsets(vd, 1, r, HV * V, WIDE)
+    tl.store(at, O.to(out.dtype.element_ty), mask=token_ok[None, :] & (vd < V)[:, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
@@ -111,7 +94,6 @@ def scan_kernel(
     BY_PRODUCT: tl.constexpr,
     EARLY: tl.constexpr,  # v comes to registers a chunk ahead, and not BY_PRODUCT
     BOXED: tl.constexpr,  # q, weights and keys are descriptors of matrices
-    BY_WARPS: tl.constexpr,  # of early v, out and states a warp has rows: see warps.py
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait_for_earlier_kernels(PDL)
@@ -197,13 +179,11 @@ def scan_kernel(
     S3 = S0
     if SPLIT:
         given = initial_state + (part * HV + v_head) * ((V + K) * K)
-        S0, S1, S2, S3 = load_state(
-            given, S0, S1, S2, S3, column, K, 1, True, V, K, NK, NVIDIA, BY_WARPS
-        )
+        S0, S1, S2, S3 = load_state(given, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
     elif HAS_STATE:
         S0, S1, S2, S3 = load_given_state(
-            initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, column, s_stride_n,
-            s_stride_h, s_stride_v, s_stride_k, V, K, NK, HAS_POOL, NVIDIA, BY_WARPS,
+            initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, s_stride_n,
+            s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL, NVIDIA,
         )  # fmt: skip
     last = final_state
     kept = final_state
@@ -225,8 +205,8 @@ def scan_kernel(
             track = tl.where(reached, track_len, 0).to(tl.int32)
 
     if EARLY:
-        next_values = load_early_values(
-            v, vd, column, r, length, v_stride_d, v_stride_t, V, BV, C, WIDE, BY_WARPS
+        next_values = load_values(
+            v, vd, r, r < length, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT
         )
     h_at = h
     for m in range(count):
@@ -238,9 +218,7 @@ def scan_kernel(
             if not NARROW:
                 store_half(0, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
         elif H_LAYOUT != 0:
-            store_state(
-                h_at, S0, S1, S2, S3, column, K, 1, wanted, V, K, NK, False, NARROW, BY_WARPS
-            )
+            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
 
         # What does not depend on S.
         of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
@@ -250,10 +228,10 @@ def scan_kernel(
             W = tl.load(weights + r[:, None] * C + r[None, :])
             U = tl.load(weights + C * C + r[:, None] * C + r[None, :])
         if EARLY:
-            left = length - (m + 1) * C
-            values, next_values, v = take_early_values(
-                next_values, v, vd, column, r, left, v_stride_d, v_stride_t, V, BV, C, WIDE,
-                BY_WARPS,
+            values = next_values
+            v += C * v_stride_t
+            next_values = load_values(
+                v, vd, r, m * C + C + r < length, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT
             )  # fmt: skip
         else:
             values = load_values(
@@ -308,18 +286,18 @@ def scan_kernel(
             O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
         h_at += HV * V * K
         if BV > 32:  # the other way round programs of 32 columns are faster, those of 64 slower
-            _store_output(out, O, column, length - m * C, HV, V, WIDE, BY_WARPS)
+            _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
         S0, S1, S2, S3 = update_state(
             S0, S1, S2, S3, D, k0, k1, k2, k3, of_chunk[:, None], NK, TWO_TERMS, PRECISION
         )
         if BV <= 32:
-            _store_output(out, O, column, length - m * C, HV, V, WIDE, BY_WARPS)
+            _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
 
         if HAS_TRACK:
             if tl.minimum(m * C + C, length) == track:
                 store_state(
-                    kept, S0, S1, S2, S3, column, s_stride_v, s_stride_k, True, V, K, NK, True,
-                    NARROW, BY_WARPS,
+                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True,
+                    NARROW,
                 )  # fmt: skip
         if BOXED:
             q_row += C
@@ -341,12 +319,11 @@ def scan_kernel(
             # compact.
             wanted &= is_last == 0
         h += count.to(tl.int64) * (HV * V * K)
-        store_state(h, S0, S1, S2, S3, column, K, 1, wanted, V, K, NK, False, False, BY_WARPS)
+        store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False)
     if HAS_POOL:
         store_state(
-            last, S0, S1, S2, S3, column, s_stride_v, s_stride_k, last_wanted, V, K, NK, True,
-            False, BY_WARPS,
-        )  # fmt: skip
+            last, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, last_wanted, V, K, BK, NK, True
+        )
     elif HAS_FINAL:
         last = final_state + (i * HV + v_head) * V * K
-        store_state(last, S0, S1, S2, S3, column, K, 1, is_last, V, K, NK, False, False, BY_WARPS)
+        store_state(last, S0, S1, S2, S3, vd, K, 1, is_last, V, K, BK, NK, False)

@@ -22,7 +22,6 @@ from csrc_free_ops.gdn.chunk_map import (
 from csrc_free_ops.gdn.tiles import (
     as_accumulator,
     keys_of_chunks,
-    load_early_values,
     load_factors,
     load_given_state,
     load_keys,
@@ -31,7 +30,6 @@ from csrc_free_ops.gdn.tiles import (
     load_values,
     made_of,
     store_state,
-    take_early_values,
     update_state,
 )
 
@@ -63,7 +61,6 @@ def segment_kernel(
     BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
     HAS_STATE: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     HAS_POOL: tl.constexpr, TWO_TERMS: tl.constexpr, BY_PRODUCT: tl.constexpr,
-    EARLY: tl.constexpr, BY_WARPS: tl.constexpr,  # as in the scan
     BOXED: tl.constexpr,  # weights and keys are descriptors of matrices
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -85,8 +82,7 @@ def segment_kernel(
         return
 
     rows = tl.where(of_transition, K, V)
-    column = tl.where(of_transition, tile - V_TILES, tile) * BV
-    vd = column + tl.arange(0, BV)
+    vd = tl.where(of_transition, tile - V_TILES, tile) * BV + tl.arange(0, BV)
     r = tl.arange(0, C)
     maps += (segment * HV + v_head) * MAP
     S0 = tl.zeros([BV, BK], tl.float32)
@@ -96,10 +92,10 @@ def segment_kernel(
     if is_first:
         if HAS_STATE:
             S0, S1, S2, S3 = load_given_state(
-                initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, column,
-                s_stride_n, s_stride_h, s_stride_v, s_stride_k, V, K, NK, HAS_POOL, NVIDIA,
+                initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, s_stride_n,
+                s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL, NVIDIA,
             )  # fmt: skip
-        store_state(maps, S0, S1, S2, S3, column, K, 1, True, V, K, NK, False)
+        store_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, False)
     if is_last:
         return
     if of_transition:
@@ -116,7 +112,7 @@ def segment_kernel(
         v_stride_t += tl.zeros((), tl.int64)
     if HAS_CU:
         row = tl.zeros((), tl.int64)
-        begin, end = sequence_bounds(cu_seqlens, i, tokens, True)
+        begin, _ = sequence_bounds(cu_seqlens, i, tokens, True)
     else:
         row = i
         begin = tl.zeros((), tl.int64)
@@ -135,27 +131,14 @@ def segment_kernel(
     vectors += (first_chunk * HV + v_head) * (4 * C)
 
     # Only last segments have incomplete chunks.
-    tokens_of_v = tl.where(of_transition, 0, count * C)
-    if EARLY:
-        next_values = load_early_values(
-            v, vd, column, r, tokens_of_v, v_stride_d, v_stride_t, V, BV, C, WIDE, BY_WARPS
-        )
-    for m in range(count):
+    for _ in range(count):
         of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
         if BOXED:
             W = weights.load([weights_row, 0])
         else:
             W = tl.load(weights + r[:, None] * C + r[None, :])
-        if EARLY:
-            left = tokens_of_v - (m + 1) * C
-            values, next_values, v = take_early_values(
-                next_values, v, vd, column, r, left, v_stride_d, v_stride_t, V, BV, C, WIDE,
-                BY_WARPS,
-            )  # fmt: skip
-        else:
-            wanted = r < tokens_of_v
-            values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT)
-            v += C * v_stride_t
+        wanted = (r < C) & (tile < V_TILES)
+        values = load_values(v, vd, r, wanted, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT)
         values = as_accumulator(values, BY_PRODUCT)
 
         KS = tl.zeros([BV, C], tl.float32)
@@ -190,10 +173,11 @@ def segment_kernel(
         else:
             k += k_step
             weights += HV * 2 * C * C
+        v += C * v_stride_t
         vectors += HV * 4 * C
 
     to = maps + tl.where(of_transition, V * K, HV * MAP)
-    store_state(to, S0, S1, S2, S3, column, K, 1, True, rows, K, NK, False)
+    store_state(to, S0, S1, S2, S3, vd, K, 1, True, rows, K, BK, NK, False)
 
 
 @triton.jit
@@ -201,17 +185,16 @@ def _add_products(S, M, m: tl.constexpr, T0, T1, T2, T3, K: tl.constexpr, BK: tl
     NK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds to the tiles of the next state the products of a state's m-th tile with rows of M."""
-    row: tl.constexpr = m * BK
-    right = load_tile(M, row, 0, K, 1, True, K, K, BK, BK)
-    T0 = tl.dot(S, right, T0, input_precision=PRECISION)
+    kd = tl.arange(0, BK)
+    T0 = tl.dot(S, load_tile(M, m * BK + kd, kd, K, 1, True, K, K), T0, input_precision=PRECISION)
     if NK > 1:
-        right = load_tile(M, row, 1, K, 1, True, K, K, BK, BK)
+        right = load_tile(M, m * BK + kd, BK + kd, K, 1, True, K, K)
         T1 = tl.dot(S, right, T1, input_precision=PRECISION)
     if NK > 2:
-        right = load_tile(M, row, 2, K, 1, True, K, K, BK, BK)
+        right = load_tile(M, m * BK + kd, 2 * BK + kd, K, 1, True, K, K)
         T2 = tl.dot(S, right, T2, input_precision=PRECISION)
     if NK > 3:
-        right = load_tile(M, row, 3, K, 1, True, K, K, BK, BK)
+        right = load_tile(M, m * BK + kd, 3 * BK + kd, K, 1, True, K, K)
         T3 = tl.dot(S, right, T3, input_precision=PRECISION)
     return T0, T1, T2, T3
 
@@ -240,18 +223,18 @@ def chain_kernel(
         others = at + tl.arange(0, BLOCK)
         sequence = tl.load(segment_map + others * 4, mask=others < segments, other=-1)
         steps += tl.sum((sequence == i).to(tl.int32), 0)
-    column = tl.program_id(0) % V_TILES * BV
+    vd = tl.program_id(0) % V_TILES * BV + tl.arange(0, BV)
     maps += ((segment + 1) * HV + v_head) * MAP  # the state that the second begins with is there
     S0 = tl.zeros([BV, BK], tl.float32)
     S1 = S0
     S2 = S0
     S3 = S0
-    S0, S1, S2, S3 = load_state(maps, S0, S1, S2, S3, column, K, 1, True, V, K, NK, NVIDIA)
+    S0, S1, S2, S3 = load_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
     # Not made from maps in each round: M is copied rounds ahead, and maps is then not known yet.
     M = maps + V * K
     for _ in range(steps):
         maps += HV * MAP
-        B0, B1, B2, B3 = load_state(maps, S0, S1, S2, S3, column, K, 1, True, V, K, NK, NVIDIA)
+        B0, B1, B2, B3 = load_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
         T0 = tl.zeros([BV, BK], tl.float32)
         T1 = T0
         T2 = T0
@@ -269,4 +252,4 @@ def chain_kernel(
         S1 = T1 + B1
         S2 = T2 + B2
         S3 = T3 + B3
-        store_state(maps, S0, S1, S2, S3, column, K, 1, True, V, K, NK, False)
+        store_state(maps, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, False)

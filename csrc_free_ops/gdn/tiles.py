@@ -8,14 +8,6 @@ import triton
 import triton.language as tl
 
 from csrc_free_ops.gdn.prepare import halves, load_rows, offsets
-from csrc_free_ops.gdn.warps import (
-    from_rows_by_warps,
-    from_tokens_by_warps,
-    rows_by_warps,
-    spread_offsets,
-    to_rows_by_warps,
-    tokens_by_warps,
-)
 
 
 @triton.jit
@@ -30,55 +22,27 @@ def made_of(x, other, NVIDIA: tl.constexpr):
 
 
 @triton.jit
-def _places(
-    row, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr, BV: tl.constexpr,
-    BK: tl.constexpr, dtype: tl.constexpr, WIDE: tl.constexpr, BY_WARPS: tl.constexpr,
-):  # fmt: skip
-    """Offsets of BV rows of a state from ``row`` on, BK columns from ``first`` on, and a mask."""
-    if BY_WARPS:
-        v, k = rows_by_warps(BV, BK, dtype)
-    else:
-        v = tl.arange(0, BV)[:, None]
-        k = tl.arange(0, BK)[None, :]
-    v += row
-    k += first
-    inside = (v < rows) & (k < K) & wanted
-    return spread_offsets(v, stride_v, k, stride_k, WIDE), inside
-
-
-@triton.jit
-def load_tile(
-    state, row, n: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
-    BV: tl.constexpr, BK: tl.constexpr, BY_WARPS: tl.constexpr = False,
-):  # fmt: skip
-    """The n-th BK columns of BV rows of a state from ``row`` on, of which there are so many, in
-    float32; zero if they are not wanted."""
-    at, inside = _places(
-        row, n * BK, stride_v, stride_k, wanted, rows, K, BV, BK, state.dtype.element_ty, True,
-        BY_WARPS,
-    )  # fmt: skip
-    S = tl.load(state + at, mask=inside, other=0.0)
-    if BY_WARPS:
-        S = from_rows_by_warps(S, BV, BK)
-    return S.to(tl.float32)
+def load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K: tl.constexpr):
+    """A tile of a state of so many rows, in float32; zero if it is not wanted."""
+    inside = (vd < rows)[:, None] & (kd < K)[None, :] & wanted
+    at = state + offsets(vd, stride_v, kd, stride_k, True)
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def load_state(
-    state, S0, S1, S2, S3, row, stride_v, stride_k, wanted, rows, K: tl.constexpr,
-    NK: tl.constexpr, NVIDIA: tl.constexpr, BY_WARPS: tl.constexpr = False,
+    state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, rows, K: tl.constexpr, BK: tl.constexpr,
+    NK: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a state from ``row`` on, of which there are so many, in place of the tiles given;
-    zero if they are not wanted."""
-    BV: tl.constexpr = S0.shape[0]
-    BK: tl.constexpr = S0.shape[1]
-    S0 = load_tile(state, row, 0, stride_v, stride_k, wanted, rows, K, BV, BK, BY_WARPS)
+    """The rows vd of a state of that many rows, in place of the tiles given; zero if not wanted."""
+    kd = tl.arange(0, BK)
+    S0 = load_tile(state, vd, kd, stride_v, stride_k, wanted, rows, K)
     if NK > 1:
-        S1 = load_tile(state, row, 1, stride_v, stride_k, wanted, rows, K, BV, BK, BY_WARPS)
+        S1 = load_tile(state, vd, BK + kd, stride_v, stride_k, wanted, rows, K)
     if NK > 2:
-        S2 = load_tile(state, row, 2, stride_v, stride_k, wanted, rows, K, BV, BK, BY_WARPS)
+        S2 = load_tile(state, vd, 2 * BK + kd, stride_v, stride_k, wanted, rows, K)
     if NK > 3:
-        S3 = load_tile(state, row, 3, stride_v, stride_k, wanted, rows, K, BV, BK, BY_WARPS)
+        S3 = load_tile(state, vd, 3 * BK + kd, stride_v, stride_k, wanted, rows, K)
     # All loads are under way before the first tile is waited for: its layout changes next.
     if NK > 1:
         S0 = made_of(S0, S1, NVIDIA)
@@ -91,80 +55,62 @@ def load_state(
 
 @triton.jit
 def load_given_state(
-    initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, row, stride_n, stride_h,
-    stride_v, stride_k, V: tl.constexpr, K: tl.constexpr, NK: tl.constexpr, HAS_POOL: tl.constexpr,
-    NVIDIA: tl.constexpr, BY_WARPS: tl.constexpr = False,
+    initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, stride_n, stride_h,
+    stride_v, stride_k, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr,
+    HAS_POOL: tl.constexpr, NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    """Rows from ``row`` on of what sequence i begins with: its own state, or the one of the pool it
-    names, zero if there is none such."""
+    """The rows vd of what sequence i begins with: its own state, or the one of the pool it names,
+    zero if there is none such."""
     place = i
     known = True
     if HAS_POOL:
         place = tl.load(read_indices + i).to(tl.int64)
         known = (place >= 0) & (place < places)
     given = initial_state + place * stride_n + v_head * stride_h
-    return load_state(
-        given, S0, S1, S2, S3, row, stride_v, stride_k, known, V, K, NK, NVIDIA, BY_WARPS
-    )
+    return load_state(given, S0, S1, S2, S3, vd, stride_v, stride_k, known, V, K, BK, NK, NVIDIA)
 
 
 @triton.jit
 def _store_columns(
-    state, S, row, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
-    WIDE: tl.constexpr, BY_WARPS: tl.constexpr,
+    state, S, vd, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Writes columns of a state from ``first`` on."""
-    S = S.to(state.dtype.element_ty)
-    at, inside = _places(
-        row, first, stride_v, stride_k, wanted, rows, K, S.shape[0], S.shape[1], S.dtype, WIDE,
-        BY_WARPS,
-    )  # fmt: skip
-    if BY_WARPS:
-        S = to_rows_by_warps(S, at)
-    tl.store(state + at, S, mask=inside)
+    kd = first + tl.arange(0, S.shape[1])
+    inside = (vd < rows)[:, None] & (kd < K)[None, :] & wanted
+    at = state + offsets(vd, stride_v, kd, stride_k, WIDE)
+    tl.store(at, S.to(state.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _store_tile(
-    state, S, row, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
-    WIDE: tl.constexpr, NARROW: tl.constexpr, BY_WARPS: tl.constexpr,
+    state, S, vd, first: tl.constexpr, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    WIDE: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     """Writes a tile of a state, columns from ``first`` on. NARROW: 32 of them at a time, as each
     store goes through shared memory."""
     N: tl.constexpr = S.shape[1] // 2
     if NARROW and N >= 32:
         left, right = halves(S)
-        _store_tile(
-            state, left, row, first, stride_v, stride_k, wanted, rows, K, WIDE, N > 32, BY_WARPS
-        )
-        _store_tile(
-            state, right, row, first + N, stride_v, stride_k, wanted, rows, K, WIDE, N > 32,
-            BY_WARPS,
-        )  # fmt: skip
+        _store_tile(state, left, vd, first, stride_v, stride_k, wanted, rows, K, WIDE, N > 32)
+        _store_tile(state, right, vd, first + N, stride_v, stride_k, wanted, rows, K, WIDE, N > 32)
     else:
-        _store_columns(state, S, row, first, stride_v, stride_k, wanted, rows, K, WIDE, BY_WARPS)
+        _store_columns(state, S, vd, first, stride_v, stride_k, wanted, rows, K, WIDE)
 
 
 @triton.jit
 def store_state(
-    state, S0, S1, S2, S3, row, stride_v, stride_k, wanted, rows, K: tl.constexpr,
-    NK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr = False,
-    BY_WARPS: tl.constexpr = False,
+    state, S0, S1, S2, S3, vd, stride_v, stride_k, wanted, rows, K: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr = False,
 ):  # fmt: skip
-    """Writes rows of a state from ``row`` on, of which there are so many; for NARROW see
-    _store_tile."""
-    BK: tl.constexpr = S0.shape[1]
-    _store_tile(state, S0, row, 0, stride_v, stride_k, wanted, rows, K, WIDE, NARROW, BY_WARPS)
+    """Writes the rows vd of a state of that many rows; for NARROW see _store_tile."""
+    _store_tile(state, S0, vd, 0, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
     if NK > 1:
-        _store_tile(state, S1, row, BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW, BY_WARPS)
+        _store_tile(state, S1, vd, BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
     if NK > 2:
-        _store_tile(
-            state, S2, row, 2 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW, BY_WARPS
-        )
+        _store_tile(state, S2, vd, 2 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
     if NK > 3:
-        _store_tile(
-            state, S3, row, 3 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW, BY_WARPS
-        )
+        _store_tile(state, S3, vd, 3 * BK, stride_v, stride_k, wanted, rows, K, WIDE, NARROW)
 
 
 @triton.jit
@@ -286,40 +232,6 @@ def load_values(
             wanted &= (vd < V)[:, None]
         values = tl.load(v + offsets(vd, stride_d, r, stride_t, WIDE), mask=wanted, other=0.0)
     return values
-
-
-@triton.jit
-def load_early_values(
-    v, vd, column, r, left, stride_d, stride_t, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
-    WIDE: tl.constexpr, BY_WARPS: tl.constexpr,
-):  # fmt: skip
-    """Columns vd, which are those from ``column`` on, of a later chunk's v, of which so many tokens
-    are left, as rows or by warps; zero where there are none."""
-    if BY_WARPS:
-        tokens, columns = tokens_by_warps(BV, C)
-        columns += column
-        wanted = tokens < left
-        if V % BV != 0:
-            wanted &= columns < V
-        at = v + spread_offsets(tokens, stride_t, columns, stride_d, WIDE)
-        values = tl.load(at, mask=wanted, other=0.0)
-    else:
-        values = load_values(v, vd, r, r < left, stride_d, stride_t, V, BV, WIDE, False)
-    return values
-
-
-@triton.jit
-def take_early_values(
-    early, v, vd, column, r, left, stride_d, stride_t, V: tl.constexpr, BV: tl.constexpr,
-    C: tl.constexpr, WIDE: tl.constexpr, BY_WARPS: tl.constexpr,
-):  # fmt: skip
-    """What came early of the chunk at v, as rows; likewise what comes early of the next one, of
-    which so many tokens are left; and where that lies."""
-    v += C * stride_t
-    later = load_early_values(v, vd, column, r, left, stride_d, stride_t, V, BV, C, WIDE, BY_WARPS)
-    if BY_WARPS:
-        early = from_tokens_by_warps(early, BV, C)
-    return early, later, v
 
 
 @triton.jit

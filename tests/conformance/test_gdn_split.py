@@ -253,7 +253,7 @@ def test_wide_tiles(
     call = prompts(
         maker(torch.bfloat16), lengths, T=sum(lengths) + 9, Hq=2, K=32, V=40, qk_l2norm=qk_l2norm
     )
-    with forced(monkeypatch, "has_wide_tiles", True):
+    with forced(monkeypatch, "has_tiles_by_programs", True):
         made = noted(monkeypatch, lambda plan: (plan.split is not None, plan.scan.constants))
         check_or_skip(call.with_(overload), TIER, must_run)
     assert made
