@@ -43,6 +43,8 @@ from torch_attn_tiers.cli.bench.gdn_cases import CASES, HEAD_SIZE, GdnCase, GdnI
 from torch_attn_tiers.cli.bench.gdn_sides import LAYOUTS, GdnSide
 from torch_attn_tiers.cli.bench.running import free
 
+#: 64 columns of S a program as calls take them on Hopper (three stages).
+_WIDE = "bv=64,bk=128,boxed=1,v_early=1"
 PREPARE = [
     "default",
     "prepare_registers=128",
@@ -61,30 +63,27 @@ SCAN = [
     "scan_stages=2",
     "scan_stages=4",
     "scan_warps=8",
-    "bv=64",
-    "bv=64,scan_stages=2",
-    "bv=64,bk=128",
-    "bv=64,bk=128,scan_stages=2",
-    "bv=64,scan_warps=8",
+    _WIDE,
+    f"{_WIDE},scan_stages=2",
+    f"{_WIDE},scan_stages=2,h_pairs=0",
+    "bv=128,bk=128,boxed=1,v_early=1,scan_warps=8",
     "bv=16",
-    "bv=16,scan_warps=2",
-    "scan_warps=2,scan_stages=2",
-    "bv=128,scan_warps=8",
+    "bv=16,bk=128",
+    "bv=16,scan_stages=4",
 ]
 #: Where sequences are split.
 SPLIT = [
     "default",
     "segment_chunks=0",
-    "segment_chunks=16",
-    "segment_chunks=32",
-    "segment_chunks=48",
-    "segment_chunks=103",
-    "segment_chunks=128",
-    "scan_registers=168",
-    "scan_stages=2",
-    "bv=64",
-    "bv=64,segment_chunks=32",
-    "bv=64,segment_chunks=128",
+    f"{_WIDE},segment_chunks=0",
+    f"{_WIDE},segment_chunks=32",
+    f"{_WIDE},segment_chunks=48",
+    f"{_WIDE},segment_chunks=64",
+    f"{_WIDE},segment_chunks=103",
+    f"{_WIDE},segment_chunks=128",
+    f"{_WIDE},segment_chunks=256",
+    f"{_WIDE},scan_stages=2,segment_chunks=32",
+    "bv=16,segment_chunks=0",
 ]
 
 

@@ -42,11 +42,13 @@ _OTHER_TESTS = (
     "test_library_tiers test_flashinfer_gdn test_flashinfer_gdn_pool test_gdn test_gdn_pool "
     "test_gdn_columns test_gdn_split test_gdn_decode test_checkpoints test_tune"
 )
-_H_CONFIGS = (
-    "benchmarks/gdn_configs.py "
-    "--cases 1x2k,1x8k,2/8_1x2k,16/16_1x2k,32x256,mixed,2/8_1x32k,16/16_1x8k "
-    "--configs default h_pairs=0 bv=64,bk=128,boxed=1,v_early=1,h_pairs=0 "
-    "bv=64,bk=128,boxed=1,scan_stages=2,v_ahead=0,v_early=1 --repeats 3 --h "
+_COLUMNS = (
+    "benchmarks/gdn_configs.py --cases 1x512,1x8k,1x32k,32x256,2/8_1x2k,16/16_1x2k,2/8_1x32k,"
+    "16/48_1x8k --repeats 3 --configs default segment_chunks=0 bv=16,segment_chunks=0 "
+    "bv=64,bk=128,boxed=1,v_early=1,segment_chunks=0 "
+    "bv=64,bk=128,boxed=1,v_early=1,scan_stages=2,segment_chunks=0 "
+    "bv=64,bk=128,boxed=1,v_early=1,segment_chunks=64 "
+    "bv=64,bk=128,boxed=1,v_early=1,segment_chunks=256"
 )
 _BENCH = "-m torch_attn_tiers bench"
 _TUNED = "{name}_{device}.json"
@@ -55,12 +57,11 @@ STEPS = {
     "gdn_configs": Step(
         60,
         "benchmarks/gdn_configs.py --configs default "
-        "--cases 1x8k,1x32k,32x256,mixed,2/8_1x32k,4/16_1x32k",
+        "--cases 1x8k,1x32k,32x256,mixed,2/8_1x2k,2/8_1x32k,4/16_1x32k,16/48_1x8k",
     ),
-    # What `h_pairs` does: where sequences are split the third is the default without it, where
-    # there are many programs the fourth is the default with it, else the second that without it.
-    "gdn_fla_configs": Step(60, _H_CONFIGS + "fla"),
-    "gdn_compact_configs": Step(60, _H_CONFIGS + "compact"),
+    # How many columns of S a program has, and whether sequences are split.
+    "gdn_columns": Step(60, _COLUMNS),
+    "gdn_columns_compact": Step(60, f"{_COLUMNS} --h compact"),
     "gdn": Step(200, f"{_BENCH} gdn --tier triton --peers flashinfer --cases all --repeats 3"),
     "gdn_fla": Step(110, f"{_BENCH} gdn --tier triton --h none --peers fla"),
     "gdn_flashinfer_tier": Step(
