@@ -68,82 +68,27 @@ def _store_output(out, O, vd, r, token_ok, HV: tl.constexpr, V: tl.constexpr, WI
     tl.store(at, O.to(out.dtype.element_ty), mask=token_ok[None, :] & (vd < V)[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
-def scan_kernel(
-    q, k, v,
-    initial_state,  # with SPLIT the maps of segments.py
-    cu_seqlens, order,
-    chunk_starts,  # with SPLIT the segment map
-    weights, vectors, keys,
-    out,  # dtype of v [B, tokens, HV, V]
-    final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
-    h,  # [rows, HV, V, K]
-    h_cu_starts, read_indices, write_indices, track_lens, track_indices,
-    tokens, chunks, rows, places,
+@triton.jit
+def _scan_chunks(
+    S0, S1, S2, S3,
+    row, begin, first_chunk, count, length,  # chunks from the token ``begin`` of a row on
+    q, k, v, weights, vectors, keys, out, tokens, q_head, v_head, column,
+    h, h_first, h_end,  # where the state before the first goes, and those before which are written
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
-    v_stride_b, v_stride_t, v_stride_h, v_stride_d, s_stride_n, s_stride_h, s_stride_v, s_stride_k,
-    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
-    HAS_STATE: tl.constexpr, HAS_FINAL: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
-    H_PAIRS: tl.constexpr,  # each thread writes what it has of states inside sequences
-    HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
-    TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
-    HAS_ORDER: tl.constexpr, SPLIT: tl.constexpr,
-    BY_PRODUCT: tl.constexpr,
-    EARLY: tl.constexpr,  # v comes to registers a chunk ahead, and not BY_PRODUCT
-    BOXED: tl.constexpr,  # q, weights and keys are descriptors of matrices
-    NVIDIA: tl.constexpr, PDL: tl.constexpr,
+    v_stride_b, v_stride_t, v_stride_h, v_stride_d,
+    HQ: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr, H_LAYOUT: tl.constexpr, H_PAIRS: tl.constexpr,
+    TWO_TERMS: tl.constexpr, BY_PRODUCT: tl.constexpr, EARLY: tl.constexpr, BOXED: tl.constexpr,
+    NVIDIA: tl.constexpr,
 ):  # fmt: skip
-    wait_for_earlier_kernels(PDL)
-    let_next_kernel_start(PDL)
-    V_TILES: tl.constexpr = (V + BV - 1) // BV
-    HQ: tl.constexpr = HV // GROUP
+    """Goes through chunks, from the state before to the one after, whose tiles are returned.
+
+    Writes their outputs, and states between them.
+    """
     NARROW: tl.constexpr = BV > 32  # or two programs would not fit into a multiprocessor
-    head = tl.program_id(0) // V_TILES % HV
-    part = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
-    q_head = (head // GROUP).to(tl.int64)
-    v_head = head.to(tl.int64)
-    column = tl.program_id(0) % V_TILES * BV
     vd = column + tl.arange(0, BV)
     r = tl.arange(0, C)
-
-    if WIDE:
-        # C tokens further is more than 32 bits hold.
-        q_stride_t += tl.zeros((), tl.int64)
-        k_stride_t += tl.zeros((), tl.int64)
-        v_stride_t += tl.zeros((), tl.int64)
-    i = part
-    if HAS_ORDER:
-        i = tl.load(order + part).to(tl.int64)
-    is_last = True
-    if SPLIT:
-        i, before, first_chunk, count, is_last = segment_at(chunk_starts, part)
-        if i < 0:
-            return
-    if HAS_CU:
-        row = tl.zeros((), tl.int64)
-        begin, end = sequence_bounds(cu_seqlens, i, tokens, True)
-    else:
-        row = i
-        begin = tl.zeros((), tl.int64)
-        end = begin + tokens
-    if SPLIT:
-        begin += before * C
-    else:
-        if HAS_CU:
-            first_chunk = tl.load(chunk_starts + i).to(tl.int64)
-        else:
-            first_chunk = i * tl.cdiv(tokens, C)
-        # More than there is scratch for only if cu_seqlens breaks its rules.
-        count = tl.minimum(tl.cdiv(end - begin, C), chunks - first_chunk).to(tl.int32)
-    length = (end - begin).to(tl.int32)  # with SPLIT that of the segments after this one as well
-    h_row = first_chunk
-    if H_LAYOUT == 2:
-        h_row = tl.load(h_cu_starts + i)
-        if SPLIT:
-            h_row += before
 
     q_row = (row * tokens + begin).to(tl.int32)
     q_column = (q_head * q_stride_h).to(tl.int32)
@@ -161,54 +106,10 @@ def scan_kernel(
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     out += ((row * tokens + begin) * HV + v_head) * V
     vectors += (first_chunk * HV + v_head) * (4 * C)
-    # Before chunk m the state is row m of the layout fla, and row m - 1 of compact.
-    if H_LAYOUT == 2:
-        h_row -= 1
-    h += (h_row * HV + v_head) * (V * K)
-    # Those before chunks from h_first to h_end are this program's, and there is room for them.
-    h_end = tl.minimum(tl.maximum(rows - h_row, 0), 2147483647).to(tl.int32)
-    h_first = 0
-    if H_LAYOUT == 2:
-        h_first = 1
-    elif SPLIT:
-        h_first = tl.where(before == 0, 0, 1)
-
-    S0 = tl.zeros([BV, BK], tl.float32)
-    S1 = S0
-    S2 = S0
-    S3 = S0
-    if SPLIT:
-        given = initial_state + (part * HV + v_head) * ((V + K) * K)
-        S0, S1, S2, S3 = load_state(given, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
-    elif HAS_STATE:
-        S0, S1, S2, S3 = load_given_state(
-            initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, s_stride_n,
-            s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL, NVIDIA,
-        )  # fmt: skip
-    last = final_state
-    kept = final_state
-    last_wanted = True
-    track = 0
-    if HAS_POOL:
-        write = tl.load(write_indices + i).to(tl.int64)
-        last = final_state + write * s_stride_n + v_head * s_stride_h
-        last_wanted = (write >= 0) & (write < places) & is_last
-        if HAS_TRACK:
-            to = tl.load(track_indices + i).to(tl.int64)
-            kept = final_state + to * s_stride_n + v_head * s_stride_h
-            # Where the last state goes as well, that one stays.
-            kept_wanted = (to >= 0) & (to < places) & (to != write)
-            track_len = tl.load(track_lens + i).to(tl.int64)
-            if SPLIT:
-                track_len -= before * C
-            reached = (track_len > 0) & (track_len <= length) & kept_wanted
-            track = tl.where(reached, track_len, 0).to(tl.int32)
-
     if EARLY:
         next_values = load_values(
             v, vd, r, r < length, v_stride_d, v_stride_t, V, BV, WIDE, BY_PRODUCT
         )
-    h_at = h
     for m in range(count):
         token_ok = m * C + r < length
         wanted = (m >= h_first) & (m < h_end)
@@ -216,9 +117,9 @@ def scan_kernel(
             # By halves, the other one among products, which go on meanwhile. With 64 columns there
             # are registers for both there.
             if not NARROW:
-                store_half(0, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
+                store_half(0, h, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
         elif H_LAYOUT != 0:
-            store_state(h_at, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
+            store_state(h, S0, S1, S2, S3, vd, K, 1, wanted, V, K, BK, NK, False, NARROW)
 
         # What does not depend on S.
         of_chunk = tl.load(vectors + 4 * C - 4 + tl.zeros([BV], tl.int32))
@@ -267,7 +168,7 @@ def scan_kernel(
             )  # fmt: skip
 
         if H_PAIRS and NARROW:
-            store_half(0, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
+            store_half(0, h, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
         since_start, own, of_query = load_factors(vectors, r, C)
         if BY_PRODUCT:  # late: as an accumulator it takes registers
             values = as_accumulator(values, True)
@@ -278,13 +179,13 @@ def scan_kernel(
         D = own[None, :] * exact
         O = QS * of_query[None, :]
         if H_PAIRS:
-            store_half(1, h_at, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
+            store_half(1, h, S0, S1, S2, S3, vd, wanted, V, K, BK, NK)
         if BOXED:  # one product of twice the columns, and one wait
             D, O = halves(tl.dot(R, tl.trans(both), join_halves(D, O)))
         else:
             D = tl.dot(R, tl.trans(W), D, input_precision=PRECISION)
             O = tl.dot(R, tl.trans(U), O, input_precision=PRECISION)
-        h_at += HV * V * K
+        h += HV * V * K
         if BV > 32:  # the other way round programs of 32 columns are faster, those of 64 slower
             _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
         S0, S1, S2, S3 = update_state(
@@ -293,12 +194,6 @@ def scan_kernel(
         if BV <= 32:
             _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
 
-        if HAS_TRACK:
-            if tl.minimum(m * C + C, length) == track:
-                store_state(
-                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True,
-                    NARROW,
-                )  # fmt: skip
         if BOXED:
             q_row += C
             k_row += HQ * C
@@ -309,7 +204,152 @@ def scan_kernel(
             weights += HV * 2 * C * C
         out += C * HV * V
         vectors += HV * 4 * C
+    return S0, S1, S2, S3
 
+
+@triton.jit(do_not_specialize=["tokens", "chunks", "rows", "places"])
+def scan_kernel(
+    q, k, v,
+    initial_state,  # with SPLIT the maps of segments.py
+    cu_seqlens, order,
+    chunk_starts,  # with SPLIT the segment map
+    weights, vectors, keys,
+    out,  # dtype of v [B, tokens, HV, V]
+    final_state,  # float32 [sequences, HV, V, K]; with a pool this and initial_state are the pool
+    h,  # [rows, HV, V, K]
+    h_cu_starts, read_indices, write_indices, track_lens, track_indices,
+    tokens, chunks, rows, places,
+    q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
+    v_stride_b, v_stride_t, v_stride_h, v_stride_d, s_stride_n, s_stride_h, s_stride_v, s_stride_k,
+    HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_FINAL: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
+    WIDE: tl.constexpr,
+    H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
+    H_PAIRS: tl.constexpr,  # each thread writes what it has of states inside sequences
+    HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
+    TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
+    HAS_ORDER: tl.constexpr, SPLIT: tl.constexpr,
+    BY_PRODUCT: tl.constexpr,
+    EARLY: tl.constexpr,  # v comes to registers a chunk ahead, and not BY_PRODUCT
+    BOXED: tl.constexpr,  # q, weights and keys are descriptors of matrices
+    NVIDIA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_earlier_kernels(PDL)
+    let_next_kernel_start(PDL)
+    V_TILES: tl.constexpr = (V + BV - 1) // BV
+    HQ: tl.constexpr = HV // GROUP
+    head = tl.program_id(0) // V_TILES % HV
+    part = tl.program_id(0).to(tl.int64) // (V_TILES * HV)
+    q_head = (head // GROUP).to(tl.int64)
+    v_head = head.to(tl.int64)
+    column = tl.program_id(0) % V_TILES * BV
+    vd = column + tl.arange(0, BV)
+
+    if WIDE:
+        # C tokens further is more than 32 bits hold.
+        q_stride_t += tl.zeros((), tl.int64)
+        k_stride_t += tl.zeros((), tl.int64)
+        v_stride_t += tl.zeros((), tl.int64)
+    i = part
+    if HAS_ORDER:
+        i = tl.load(order + part).to(tl.int64)
+    is_last = True
+    if SPLIT:
+        i, before, first_chunk, count, is_last = segment_at(chunk_starts, part)
+        if i < 0:
+            return
+    if HAS_CU:
+        row = tl.zeros((), tl.int64)
+        begin, end = sequence_bounds(cu_seqlens, i, tokens, True)
+    else:
+        row = i
+        begin = tl.zeros((), tl.int64)
+        end = begin + tokens
+    if SPLIT:
+        begin += before * C
+    else:
+        if HAS_CU:
+            first_chunk = tl.load(chunk_starts + i).to(tl.int64)
+        else:
+            first_chunk = i * tl.cdiv(tokens, C)
+        # More than there is scratch for only if cu_seqlens breaks its rules.
+        count = tl.minimum(tl.cdiv(end - begin, C), chunks - first_chunk).to(tl.int32)
+    length = (end - begin).to(tl.int32)  # with SPLIT that of the segments after this one as well
+    h_row = first_chunk
+    if H_LAYOUT == 2:
+        h_row = tl.load(h_cu_starts + i)
+        if SPLIT:
+            h_row += before
+
+    # Before chunk m the state is row m of the layout fla, and row m - 1 of compact.
+    if H_LAYOUT == 2:
+        h_row -= 1
+    h += (h_row * HV + v_head) * (V * K)
+    # Those before chunks from h_first to h_end are this program's, and there is room for them.
+    h_end = tl.minimum(tl.maximum(rows - h_row, 0), 2147483647).to(tl.int32)
+    h_first = 0
+    if H_LAYOUT == 2:
+        h_first = 1
+    elif SPLIT:
+        h_first = tl.where(before == 0, 0, 1)
+
+    S0 = tl.zeros([BV, BK], tl.float32)
+    S1 = S0
+    S2 = S0
+    S3 = S0
+    if SPLIT:
+        given = initial_state + (part * HV + v_head) * ((V + K) * K)
+        S0, S1, S2, S3 = load_state(given, S0, S1, S2, S3, vd, K, 1, True, V, K, BK, NK, NVIDIA)
+    elif HAS_STATE:
+        S0, S1, S2, S3 = load_given_state(
+            initial_state, read_indices, places, i, v_head, S0, S1, S2, S3, vd, s_stride_n,
+            s_stride_h, s_stride_v, s_stride_k, V, K, BK, NK, HAS_POOL, NVIDIA,
+        )  # fmt: skip
+    last = final_state
+    kept = final_state
+    last_wanted = True
+    kept_after = 0  # so many chunks
+    if HAS_POOL:
+        write = tl.load(write_indices + i).to(tl.int64)
+        last = final_state + write * s_stride_n + v_head * s_stride_h
+        last_wanted = (write >= 0) & (write < places) & is_last
+        if HAS_TRACK:
+            to = tl.load(track_indices + i).to(tl.int64)
+            kept = final_state + to * s_stride_n + v_head * s_stride_h
+            # Where the last state goes as well, that one stays.
+            kept_wanted = (to >= 0) & (to < places) & (to != write)
+            track_len = tl.load(track_lens + i).to(tl.int64)
+            if SPLIT:
+                track_len -= before * C
+            kept_wanted &= (track_len > 0) & (track_len <= length)
+            kept_wanted &= (track_len % C == 0) | (track_len == length)
+            kept_after = tl.where(kept_wanted, tl.cdiv(track_len, C), 0).to(tl.int32)
+            kept_after = tl.where(kept_after <= count, kept_after, 0)
+
+    if HAS_TRACK:
+        # To ask in each chunk whether the state behind it is kept made all of them slower.
+        S0, S1, S2, S3 = _scan_chunks(
+            S0, S1, S2, S3, row, begin, first_chunk, kept_after, length, q, k, v, weights, vectors,
+            keys, out, tokens, q_head, v_head, column, h, h_first, h_end, q_stride_b, q_stride_t,
+            q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d, v_stride_b,
+            v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C, BK, NK, BV, L2NORM,
+            PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA,
+        )  # fmt: skip
+        store_state(
+            kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, kept_after > 0, V, K, BK, NK, True
+        )
+        begin += kept_after * C
+        first_chunk += kept_after
+        count -= kept_after
+        length -= kept_after * C
+    S0, S1, S2, S3 = _scan_chunks(
+        S0, S1, S2, S3, row, begin, first_chunk, count, length, q, k, v, weights, vectors, keys,
+        out, tokens, q_head, v_head, column, h, h_first, h_end, q_stride_b, q_stride_t, q_stride_h,
+        q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d, v_stride_b, v_stride_t,
+        v_stride_h, v_stride_d, HQ, HV, K, V, C, BK, NK, BV, L2NORM, PRECISION, WIDE,
+        H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA,
+    )  # fmt: skip
     if H_LAYOUT == 2 or (SPLIT and H_LAYOUT == 1):
         wanted = count < h_end
         if H_LAYOUT == 2:

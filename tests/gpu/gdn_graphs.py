@@ -14,6 +14,8 @@ from tests.gpu.capturing import capture
 #: Bytes for each token and value head at K = 128 with two of them for each head of q, in 16 bits:
 #: W and U, factors in fours, keys.
 SCRATCH = 2 * 2 * 64 + 4 * 4 + 2 * 128 // 2
+#: Bytes for each segment and value head at K = V = 128: the state that it begins with, and M.
+SEGMENT_SCRATCH = 4 * 128 * (128 + 128)
 
 
 def ready(call: GdnCall | PoolCall, tier: str, must_run: frozenset[str]) -> None:
