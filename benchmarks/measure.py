@@ -73,6 +73,12 @@ STEPS = {
         f"{_TESTS} -n 16 {_GDN_TESTS} tests/gpu/test_gdn_columns.py tests/gpu/test_gdn_split.py "
         "-k 'not flashinfer' --require-tiers triton",
     ),
+    # Those of them that change with how states are kept, and with what memory is taken.
+    "gpu_tests_gdn_pool": Step(
+        50,
+        f"{_TESTS} -n 16 {_GDN_TESTS} -k 'not flashinfer and (gdn_pool or memory)' "
+        "--require-tiers triton",
+    ),
     "gpu_tests_gdn_decode": Step(
         150,
         f"{_TESTS} -n 16 tests/gpu/test_gdn_decode.py tests/gpu/test_checkpoints.py "
