@@ -328,28 +328,32 @@ def scan_kernel(
             kept_after = tl.where(kept_after <= count, kept_after, 0)
 
     if HAS_TRACK:
-        # To ask in each chunk whether the state behind it is kept made all of them slower.
+        # Up to the state that is kept, and on from there. To ask in each chunk whether it is that
+        # one made all of them slower.
+        for n in range(2):
+            some = tl.where(n == 0, kept_after, count - kept_after)
+            S0, S1, S2, S3 = _scan_chunks(
+                S0, S1, S2, S3, row, begin, first_chunk, some, length, q, k, v, weights, vectors,
+                keys, out, tokens, q_head, v_head, column, h, h_first, h_end, q_stride_b,
+                q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
+                v_stride_b, v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C, BK, NK, BV, L2NORM,
+                PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA,
+            )  # fmt: skip
+            kept_wanted = (n == 0) & (kept_after > 0)
+            store_state(
+                kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, kept_wanted, V, K, BK, NK, True
+            )
+            begin += some * C
+            first_chunk += some
+            length -= some * C
+    else:
         S0, S1, S2, S3 = _scan_chunks(
-            S0, S1, S2, S3, row, begin, first_chunk, kept_after, length, q, k, v, weights, vectors,
-            keys, out, tokens, q_head, v_head, column, h, h_first, h_end, q_stride_b, q_stride_t,
+            S0, S1, S2, S3, row, begin, first_chunk, count, length, q, k, v, weights, vectors, keys,
+            out, tokens, q_head, v_head, column, h, h_first, h_end, q_stride_b, q_stride_t,
             q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d, v_stride_b,
-            v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C, BK, NK, BV, L2NORM,
-            PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA,
+            v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C, BK, NK, BV, L2NORM, PRECISION,
+            WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA,
         )  # fmt: skip
-        store_state(
-            kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, kept_after > 0, V, K, BK, NK, True
-        )
-        begin += kept_after * C
-        first_chunk += kept_after
-        count -= kept_after
-        length -= kept_after * C
-    S0, S1, S2, S3 = _scan_chunks(
-        S0, S1, S2, S3, row, begin, first_chunk, count, length, q, k, v, weights, vectors, keys,
-        out, tokens, q_head, v_head, column, h, h_first, h_end, q_stride_b, q_stride_t, q_stride_h,
-        q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d, v_stride_b, v_stride_t,
-        v_stride_h, v_stride_d, HQ, HV, K, V, C, BK, NK, BV, L2NORM, PRECISION, WIDE,
-        H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA,
-    )  # fmt: skip
     if H_LAYOUT == 2 or (SPLIT and H_LAYOUT == 1):
         wanted = count < h_end
         if H_LAYOUT == 2:
