@@ -254,6 +254,8 @@ def gdn_table(result: dict[str, Any]) -> str:
             f" worst row {summary['worst_ratio']:.3f}."
         )
     text += [*_gaps(result), *_failures(result)]
+    if not result["complete"]:
+        text.append(f"The run was ended after `{result['cases'][-1]['case']}`.")
     text.append(_provenance(result))
     return "\n".join(text)
 
@@ -261,7 +263,8 @@ def gdn_table(result: dict[str, Any]) -> str:
 def gdn_model_table(result: dict[str, Any]) -> str:
     """The same for the heads of one model."""
     cases = [row for row in result["cases"] if row["case"] in {c.name for c in MODEL_CASES}]
-    return gdn_table({**result, "cases": cases, "summary": summarize(cases)})
+    complete = len(cases) == len(MODEL_CASES)
+    return gdn_table({**result, "cases": cases, "summary": summarize(cases), "complete": complete})
 
 
 def gdn_checkpoints_table(result: dict[str, Any]) -> str:

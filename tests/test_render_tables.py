@@ -195,7 +195,7 @@ def test_gdn_tables(tables: ModuleType) -> None:
            "faster": True, "sides": [side, fla, wrong, alone, with_h],
            "gaps": {"qla": "not installed"}}  # fmt: skip
     result = {**common, "cases": [row], "peer_labels": {"fla": "FLA", "qla": "QLA"},
-              "repeats": 3, "peers": ["fla"],
+              "repeats": 3, "peers": ["fla"], "complete": True,
               "copy_tb_per_s": 4.2, "summary": {"rows_with_ratio": 0}}  # fmt: skip
     lines = tables.gdn_table(result).splitlines()
     assert lines[0] == (
@@ -205,6 +205,8 @@ def test_gdn_tables(tables: ModuleType) -> None:
     assert lines[2] == "| `1x8k` | 1/2 | 3.0 | 20.0 | 40.0 | 30.0 | - | 0.501 | yes | 9 |"
     assert "Gaps: QLA: not installed." in lines
     assert "Failed: `1x8k` fla.h: wrong: h 0.2." in lines
+    ended = tables.gdn_table({**result, "complete": False}).splitlines()
+    assert [line for line in ended if line not in lines] == ["The run was ended after `1x8k`."]
     result["cases"].append({**row, "case": "2/8_1x8k", "ratio": 2.0})
     row["fill_h_us"] = {"fla": [5.0, 4.0, 9.0], "compact": [4.0]}
     lines = tables.gdn_checkpoints_table({**result, "cases": [row]}).splitlines()
