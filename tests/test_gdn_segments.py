@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from csrc_free_ops.facts import DeviceFacts, contiguous_facts
+from csrc_free_ops.facts import DeviceFacts, PoolIndices, contiguous_facts
 
 pytest.importorskip("triton")
 
@@ -378,6 +378,18 @@ def test_segments_on_hopper(
 ) -> None:
     config = plan(T=T, N=N, Hv=Hv, Hq=1, h_layout=h_layout, h_rows=N * T // 64).config
     assert config.segment_chunks == chunks
+
+
+@pytest.mark.parametrize(
+    "Hv, N, T, track", [(8, 1, 32768, 1), (48, 1, 2048, 1), (16, 1, 512, 1), (32, 32, 8192, 2)]
+)
+def test_where_a_tracked_state_is_stored(Hv: int, N: int, T: int, track: int) -> None:
+    state = contiguous_facts((99, Hv, 128, 128), torch.float32)
+    options = dict(T=T, N=N, Hv=Hv, initial_state=state)
+    made = plan(**options, pool=PoolIndices(*[torch.int64] * 4))
+    assert made.scan.constants["TRACK"] == track
+    made = plan(**options, pool=PoolIndices(torch.int64, torch.int64))
+    assert made.scan.constants["TRACK"] == 0
 
 
 def test_threads_write_what_they_have_of_states_where_programs_are_few() -> None:

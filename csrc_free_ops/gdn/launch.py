@@ -384,6 +384,10 @@ def plan_gdn(
     if q_matrix is not None:
         boxes = {"weights": (C, C), "keys": (C, config.bk)}
         scan_boxes = {**boxes, "q": (C, config.bk), "weights": (2 * C, C)}
+    track = 0
+    if pool is not None and pool.track_lens is not None:
+        # Of many programs each has few chunks, or shares a multiprocessor, which hides more.
+        track = 2 if fills_device(segments * Hv * v_tiles, device) else 1
     scan = Launch(
         scan_kernel,
         grid=segments * Hv * v_tiles,
@@ -404,7 +408,7 @@ def plan_gdn(
         constants=dict(
             **shared, **in_registers, HAS_STATE=state is not None and not is_split,
             HAS_FINAL=output_final_state, H_LAYOUT=_H_LAYOUTS[h_layout],
-            HAS_TRACK=pool is not None and pool.track_lens is not None, SPLIT=is_split,
+            TRACK=track, SPLIT=is_split,
             HAS_ORDER=has_order, BY_PRODUCT=by_product and not config.v_early,
             EARLY=bool(config.v_early), H_PAIRS=bool(h_pairs),
         ),

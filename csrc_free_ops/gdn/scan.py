@@ -74,13 +74,14 @@ def _scan_chunks(
     row, begin, first_chunk, count, length,  # chunks from the token ``begin`` of a row on
     q, k, v, weights, vectors, keys, out, tokens, q_head, v_head, column,
     h, h_first, h_end,  # where the state before the first goes, and those before which are written
+    kept, s_stride_v, s_stride_k, kept_after,  # with KEEPS the state after so many is written there
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     v_stride_b, v_stride_t, v_stride_h, v_stride_d,
     HQ: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, H_LAYOUT: tl.constexpr, H_PAIRS: tl.constexpr,
     TWO_TERMS: tl.constexpr, BY_PRODUCT: tl.constexpr, EARLY: tl.constexpr, BOXED: tl.constexpr,
-    NVIDIA: tl.constexpr,
+    NVIDIA: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Goes through chunks, from the state before to the one after, whose tiles are returned.
 
@@ -194,6 +195,12 @@ def _scan_chunks(
         if BV <= 32:
             _store_output(out, O, vd, r, token_ok, HV, V, WIDE)
 
+        if KEEPS:
+            if m + 1 == kept_after:
+                store_state(
+                    kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, True, V, K, BK, NK, True,
+                    NARROW,
+                )  # fmt: skip
         if BOXED:
             q_row += C
             k_row += HQ * C
@@ -227,7 +234,8 @@ def scan_kernel(
     WIDE: tl.constexpr,
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
     H_PAIRS: tl.constexpr,  # each thread writes what it has of states inside sequences
-    HAS_POOL: tl.constexpr, HAS_TRACK: tl.constexpr,
+    HAS_POOL: tl.constexpr,
+    TRACK: tl.constexpr,  # 0: no state is kept, 1: one between two loops, 2: one inside a loop
     TWO_TERMS: tl.constexpr,  # update S by D in two terms, twice as exact
     HAS_ORDER: tl.constexpr, SPLIT: tl.constexpr,
     BY_PRODUCT: tl.constexpr,
@@ -314,7 +322,7 @@ def scan_kernel(
         write = tl.load(write_indices + i).to(tl.int64)
         last = final_state + write * s_stride_n + v_head * s_stride_h
         last_wanted = (write >= 0) & (write < places) & is_last
-        if HAS_TRACK:
+        if TRACK != 0:
             to = tl.load(track_indices + i).to(tl.int64)
             kept = final_state + to * s_stride_n + v_head * s_stride_h
             # Where the last state goes as well, that one stays.
@@ -327,17 +335,18 @@ def scan_kernel(
             kept_after = tl.where(kept_wanted, tl.cdiv(track_len, C), 0).to(tl.int32)
             kept_after = tl.where(kept_after <= count, kept_after, 0)
 
-    if HAS_TRACK:
+    if TRACK == 1:
         # Up to the state that is kept, and on from there. To ask in each chunk whether it is that
-        # one made all of them slower.
+        # one makes all of them slower. But to start twice is slower where chunks are few.
         for n in range(2):
             some = tl.where(n == 0, kept_after, count - kept_after)
             S0, S1, S2, S3 = _scan_chunks(
                 S0, S1, S2, S3, row, begin, first_chunk, some, length, q, k, v, weights, vectors,
-                keys, out, tokens, q_head, v_head, column, h, h_first, h_end, q_stride_b,
-                q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
-                v_stride_b, v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C, BK, NK, BV, L2NORM,
-                PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA,
+                keys, out, tokens, q_head, v_head, column, h, h_first, h_end, kept, s_stride_v,
+                s_stride_k, 0, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
+                k_stride_t, k_stride_h, k_stride_d, v_stride_b, v_stride_t, v_stride_h, v_stride_d,
+                HQ, HV, K, V, C, BK, NK, BV, L2NORM, PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS,
+                BY_PRODUCT, EARLY, BOXED, NVIDIA, False,
             )  # fmt: skip
             kept_wanted = (n == 0) & (kept_after > 0)
             store_state(
@@ -349,10 +358,11 @@ def scan_kernel(
     else:
         S0, S1, S2, S3 = _scan_chunks(
             S0, S1, S2, S3, row, begin, first_chunk, count, length, q, k, v, weights, vectors, keys,
-            out, tokens, q_head, v_head, column, h, h_first, h_end, q_stride_b, q_stride_t,
-            q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d, v_stride_b,
-            v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C, BK, NK, BV, L2NORM, PRECISION,
-            WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA,
+            out, tokens, q_head, v_head, column, h, h_first, h_end, kept, s_stride_v, s_stride_k,
+            kept_after, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t,
+            k_stride_h, k_stride_d, v_stride_b, v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C,
+            BK, NK, BV, L2NORM, PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY,
+            BOXED, NVIDIA, TRACK == 2,
         )  # fmt: skip
     if H_LAYOUT == 2 or (SPLIT and H_LAYOUT == 1):
         wanted = count < h_end

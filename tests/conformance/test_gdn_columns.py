@@ -91,10 +91,25 @@ def test_case(name: str, maker: Make, must_run: frozenset[str], columns: list[in
     assert columns
 
 
-@pytest.mark.parametrize("name", ["state_inside_a_sequence_is_kept", "pool_in_bfloat16"])
-def test_pool_case(name: str, maker: Make, must_run: frozenset[str], columns: list[int]) -> None:
+POOL_NAMES = (
+    "state_inside_a_sequence_is_kept",
+    "zero_keeps_none",
+    "state_at_the_end_is_kept_too",
+    "place_past_the_pool_keeps_none",
+    "counts_that_are_not_reached_or_no_chunk_ends_with_keep_none",
+    "of_two_states_in_one_place_the_last_stays",
+    "kept_where_the_sequence_started_from",
+    "pool_in_bfloat16",
+)
+
+
+@pytest.mark.parametrize("name", POOL_NAMES)
+def test_pool_case(
+    name: str, maker: Make, must_run: frozenset[str], bv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    track = noted(monkeypatch, lambda plan: plan.scan.constants["TRACK"])
     check_pool_or_skip(POOL_CASES[name](maker), TIER, must_run)
-    assert columns
+    assert track and set(track) == {2 if bv == 64 else 1}  # inside the loop where programs are many
 
 
 @pytest.mark.parametrize("V", [64, 72])
