@@ -336,6 +336,24 @@ def test_kernels_are_compiled_once_for_all_lengths(N: int, T: int) -> None:
     assert [x.specialization for x in ours.launches] == [x.specialization for x in other.launches]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("Hv", [4, 8, 16])
+@pytest.mark.parametrize("N", [1, 2])
+def test_split_calls_that_track_are_compiled_once_for_all_lengths(
+    N: int, Hv: int, dtype: torch.dtype
+) -> None:
+    state = contiguous_facts((3 * N, Hv, 128, 128), torch.float32)
+    options = dict(N=N, Hv=Hv, dtype=dtype, initial_state=state)
+    pool = PoolIndices(*[torch.int64] * 4)
+    found = [plan(N * T, pool=pool, **options) for T in (4097, 6001, 131073)]
+    if found[0].split is not None:
+        # Of what else kernels are compiled for see above.
+        assert all(
+            [x.constants for x in made.launches] == [x.constants for x in found[0].launches]
+            for made in found
+        )
+
+
 @pytest.mark.parametrize(
     "Hv, N, columns, stages, h_pairs",
     [
@@ -381,7 +399,14 @@ def test_segments_on_hopper(
 
 
 @pytest.mark.parametrize(
-    "Hv, N, T, track", [(8, 1, 32768, 1), (48, 1, 2048, 1), (16, 1, 512, 1), (32, 32, 8192, 2)]
+    "Hv, N, T, track",
+    [
+        (8, 1, 32768, 1),
+        (8, 2, 65536, 1),  # split into at most 144 programs
+        (48, 1, 2048, 1),
+        (16, 1, 512, 1),
+        (32, 32, 8192, 2),
+    ],
 )
 def test_where_a_tracked_state_is_stored(Hv: int, N: int, T: int, track: int) -> None:
     state = contiguous_facts((99, Hv, 128, 128), torch.float32)

@@ -386,8 +386,9 @@ def plan_gdn(
         scan_boxes = {**boxes, "q": (C, config.bk), "weights": (2 * C, C)}
     track = 0
     if pool is not None and pool.track_lens is not None:
-        # Of many programs each has few chunks, or shares a multiprocessor, which hides more.
-        track = 2 if fills_device(segments * Hv * v_tiles, device) else 1
+        # Many programs share multiprocessors, which hides what is asked for in each chunk.
+        is_inside = not is_split and fills_device(sequences * Hv * v_tiles, device)
+        track = 2 if is_inside else 1
     scan = Launch(
         scan_kernel,
         grid=segments * Hv * v_tiles,

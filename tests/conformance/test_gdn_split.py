@@ -131,20 +131,13 @@ def test_pool_case(name: str, maker: Make, must_run: frozenset[str], splits: lis
 
 
 @one_and_two_chunks
-@pytest.mark.parametrize("programs_are_many", [False, True])
 def test_states_at_the_ends_of_segments_are_kept(
-    programs_are_many: bool,
-    maker: Make,
-    must_run: frozenset[str],
-    splits: list[bool],
-    monkeypatch: pytest.MonkeyPatch,
+    maker: Make, must_run: frozenset[str], splits: list[bool]
 ) -> None:
     track = [(64, 3), (128, 4), (192, 5), (257, 6), (256, 7)]
     call = pooled(maker(), [257, 257, 257, 257, 256], [0, 1, -1, 2, 2], [0, 1, 2, 9, 9], track, P=8)
-    with forced(monkeypatch, "fills_device", programs_are_many):
-        tracks = noted(monkeypatch, lambda plan: plan.scan.constants["TRACK"])
-        check_pool_or_skip(call, TIER, must_run)
-    assert all(splits) and tracks and set(tracks) == {2 if programs_are_many else 1}
+    check_pool_or_skip(call, TIER, must_run)
+    assert all(splits)
 
 
 # --------------------------------------------------------------------------- several calls
