@@ -62,14 +62,14 @@ STEPS = {
     # How many columns of S a program has, and whether sequences are split.
     "gdn_columns": Step(60, _COLUMNS),
     "gdn_columns_compact": Step(60, f"{_COLUMNS} --h compact"),
-    "gdn": Step(200, f"{_BENCH} gdn --tier triton --peers flashinfer --cases all --repeats 3"),
+    "gdn": Step(240, f"{_BENCH} gdn --tier triton --peers flashinfer --cases all --repeats 3"),
     "gdn_fla": Step(110, f"{_BENCH} gdn --tier triton --h none --peers fla"),
     "gdn_flashinfer_tier": Step(
         60,
         f"{_BENCH} gdn --tier flashinfer --h none,compact,pool --peers flashinfer",
     ),
     "gpu_tests_gdn": Step(
-        190,
+        245,
         f"{_TESTS} -n 16 {_GDN_TESTS} tests/gpu/test_gdn_columns.py tests/gpu/test_gdn_split.py "
         "-k 'not flashinfer' --require-tiers triton",
     ),
