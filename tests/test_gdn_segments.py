@@ -398,6 +398,31 @@ def test_segments_on_hopper(
     assert config.segment_chunks == chunks
 
 
+@pytest.mark.parametrize("qk_l2norm", [False, True])
+@pytest.mark.parametrize(
+    "Hv, N, T, K, expected",
+    [
+        (48, 1, 2048, 128, (64, 3, True, None)),
+        (48, 1, 2048, 96, (32, 2, False, None)),  # no tile is whole
+        (32, 32, 8192, 128, (64, 2, True, None)),
+        (32, 32, 8192, 96, (64, 2, False, None)),
+        (32, 1, 8192, 128, (64, 3, True, 64)),
+        (32, 1, 8192, 96, (32, 3, False, None)),
+        (8, 1, 8192, 128, (64, 3, True, 16)),
+        (8, 1, 8192, 96, (32, 3, False, 16)),
+    ],
+)
+def test_three_chunks_of_64_columns_are_whole_tiles(
+    Hv: int, N: int, T: int, K: int, expected: tuple[int | None, ...], qk_l2norm: bool
+) -> None:
+    made = plan(T=T, N=N, Hv=Hv, Hq=4, K=K, qk_l2norm=qk_l2norm)
+    config, constants = made.config, made.scan.constants
+    found = (config.bv, config.scan_stages, constants["BOXED"], config.segment_chunks)
+    assert found == expected
+    # Keys are copied where they are normalised, or come as whole tiles.
+    assert constants["HAS_KEYS"] == (made.keys != (0,)) == (qk_l2norm or constants["BOXED"])
+
+
 @pytest.mark.parametrize(
     "Hv, N, T, track",
     [

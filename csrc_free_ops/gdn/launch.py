@@ -46,8 +46,8 @@ class GdnConfig(NamedTuple):
     v_ahead: bool = True
     #: In the scan, instead: v comes to registers a chunk ahead.
     v_early: bool = False
-    #: q, weights and keys come as whole tiles, by Hopper's copies of these. Where it is possible:
-    #: 16 bits, normalised keys, and q in rows of heads, see ``_q_matrix``.
+    #: q, weights and keys come as whole tiles, by Hopper's copies of these; keys are copied for it.
+    #: Where it is possible: 16 bits, and q in rows of heads, see ``_q_matrix``.
     boxed: bool = False
     #: Each thread writes what it has of states inside sequences, two columns at a time. Else rows
     #: are brought together first. Where it is possible: on NVIDIA, in float32, and K is even.
@@ -268,10 +268,17 @@ def plan_gdn(
         check_config(config, K, Hv // Hq, q.dtype, device)
     has_cu = cu_seqlens_dtype is not None
     chunks = _most_chunks(B, T, sequences, has_cu)
+    # Offsets within a chunk, and from one chunk to the next.
+    wide = C * Hv * V >= 2**31 or any(
+        C * x.stride[1] + (x.shape[3] - 1) * x.stride[3] >= 2**31 for x in (q, k, v)
+    )
+
+    q_matrix = None if wide else _q_matrix(q, chunks * Hv * 2 * C)
     if by_shapes:
         config = _for_programs(
-            config, sequences, Hv, K, V, chunks, q.dtype, device, h_layout is not None,
-            batch_invariant,
+            config, sequences, Hv, K, V, chunks, q.dtype, device,
+            has_h=h_layout is not None, batch_invariant=batch_invariant,
+            can_be_boxed=q_matrix is not None and K == _pow2(K),
         )  # fmt: skip
     v_tiles = -(-V // config.bv)
     L = config.segment_chunks
@@ -299,14 +306,8 @@ def plan_gdn(
     solve_precision = "ieee"
     if tensor_cores:
         solve_precision = "tf32" if q.dtype is torch.bfloat16 else "tf32x3"
-    # Offsets within a chunk, and from one chunk to the next.
-    wide = C * Hv * V >= 2**31 or any(
-        C * x.stride[1] + (x.shape[3] - 1) * x.stride[3] >= 2**31 for x in (q, k, v)
-    )
-
-    q_matrix = None
-    if config.boxed and qk_l2norm and not (wide or K % config.bk):
-        q_matrix = _q_matrix(q, chunks * Hv * 2 * C)
+    if not config.boxed or K % config.bk:
+        q_matrix = None
 
     checkpoints = (h_dtype or torch.float32, True)
     h_pairs = config.h_pairs and device.is_nvidia and K % 2 == 0
@@ -317,7 +318,8 @@ def plan_gdn(
     starts, h_starts = (torch.int32, True), (torch.int64, True)
     pair = (torch.float32, True)
     shared = dict(C=C, HAS_CU=has_cu, PDL=device.has_pdl)
-    tiles = dict(K=K, L2NORM=qk_l2norm, PRECISION=precision, WIDE=wide)
+    has_keys = qk_l2norm or q_matrix is not None
+    tiles = dict(K=K, HAS_KEYS=has_keys, PRECISION=precision, WIDE=wide)
     strides = {**_strides("q", q), **_strides("k", k)}
     parts = chunks * Hv // config.heads
     # Two of its programs fit into a multiprocessor.
@@ -362,7 +364,7 @@ def plan_gdn(
             sequences=sequences, ahead=ahead, scale=float(scale), **strides,
         ),
         constants=dict(
-            **shared, **tiles, HEADS=config.heads, BK=config.prepare_bk,
+            **shared, **tiles, L2NORM=qk_l2norm, HEADS=config.heads, BK=config.prepare_bk,
             NK=-(-K // config.prepare_bk), SOLVE_PRECISION=solve_precision, EXACT=exact,
             NVIDIA=device.is_nvidia,
         ),
@@ -445,7 +447,7 @@ def plan_gdn(
         vectors=(chunks, Hv, C, 4),
         rests=(chunks, Hv, C) if exact else (0,),
         order=(sequences,) if has_order else (0,),
-        keys=(chunks, Hq, C, K) if qk_l2norm else (0,),
+        keys=(chunks, Hq, C, K) if has_keys else (0,),
         q_matrix=q_matrix,
         config=config,
     )
@@ -495,8 +497,10 @@ def _for_programs(
     chunks: int,
     dtype: torch.dtype,
     device: DeviceFacts,
+    *,
     has_h: bool,
     batch_invariant: bool,
+    can_be_boxed: bool,
 ) -> GdnConfig:
     """The configuration for as many programs as there are, of the default one.
 
@@ -507,13 +511,15 @@ def _for_programs(
         wide = config._replace(
             bk=min(_pow2(K), 128), bv=min(64, _pow2(V)), boxed=True, v_early=True
         )
-        L = segment_chunks(wide, sequences, heads, V, chunks, device, has_h)
+        # Addresses of three chunks under way take registers that 64 columns do not leave.
+        most = wide if can_be_boxed else config
+        L = segment_chunks(most, sequences, heads, V, chunks, device, has_h)
         if L:
-            return wide._replace(segment_chunks=L)
+            return most._replace(segment_chunks=L)
         if fills_device(sequences * heads * -(-V // wide.bv), device):
             # Two programs fit into a multiprocessor.
             return wide._replace(scan_stages=2, h_pairs=False)
-        if has_many:
+        if has_many and can_be_boxed:
             return wide
         if not fills_device(sequences * heads * -(-V // _FEW_BV), device):
             return config._replace(bv=_FEW_BV)

@@ -12,7 +12,7 @@ so that what a token writes of its own value is rounded once. Two more factors a
 the start of the chunk and what Q S has in the outputs: scale, decay and, with ``qk_l2norm``, the
 norm of q. All three of a token are stored side by side, where the decays kernel left rows of its
 own. The normalised keys are stored as well: to make them again for each tile of V took the scan
-half of its instructions.
+half of its instructions. Others are copied where the scan takes whole tiles of them.
 
 A program is one chunk of HEADS value heads, which share the tiles of a head of q and k. With four
 warps each has 16 rows of every matrix, and the steps of the inverse that concern rows of one warp
@@ -243,7 +243,9 @@ def prepare_kernel(
     vectors, rests,  # in: see the decays kernel
     # out: vectors [chunks, HV, C, 4], the decay since the start, W's diagonal, the factor of Q S
     weights,  # out, dtype of k [chunks, HV, 2, C, C]: W, U
-    keys,  # out, dtype of k [chunks, HQ, C, K]: normalised, rounded, zero where there is no token
+    # out with HAS_KEYS, dtype of k [chunks, HQ, C, K]: with L2NORM normalised and rounded, zero
+    # where there is no token
+    keys,
     parts,  # programs of a chunk: HV / HEADS
     group_parts,  # those of a head of q: HV / HQ / HEADS
     tokens, sequences,
@@ -251,7 +253,7 @@ def prepare_kernel(
     scale,
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, NK: tl.constexpr,
-    HAS_CU: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CU: tl.constexpr, L2NORM: tl.constexpr, HAS_KEYS: tl.constexpr, PRECISION: tl.constexpr,
     SOLVE_PRECISION: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -290,13 +292,16 @@ def prepare_kernel(
         # q is not rounded here, as in the scan; k is, for W and the scan have to agree in it.
         of_query *= _norm_factor(q, q_tile, r, token_ok, q_stride_t, q_stride_d, K, BK, NK, WIDE)
         k_tile = _normalise(k_tile, k_factor)
+    if HAS_KEYS:
         if part % group_parts == 0:
             keys_at = keys + (chunk * (parts // group_parts) + head) * (C * K)
             _store_keys(keys_at, k_tile, r, d, K, BK)
             for n in tl.static_range(1, NK):
                 more = n * BK + d
                 tile = load_rows(k, r, more, token_ok, k_stride_t, k_stride_d, K, BK, WIDE)
-                _store_keys(keys_at, _normalise(tile, k_factor), r, more, K, BK)
+                if L2NORM:
+                    tile = _normalise(tile, k_factor)
+                _store_keys(keys_at, tile, r, more, K, BK)
     # Once for all heads: they stay in registers. Of one head Q K^T is made when the inverse needs
     # none any more; in float32 that would take more than there is of sm_100's tensor memory.
     LATE: tl.constexpr = HEADS == 1 and not EXACT

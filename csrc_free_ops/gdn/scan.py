@@ -78,7 +78,7 @@ def _scan_chunks(
     q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t, k_stride_h, k_stride_d,
     v_stride_b, v_stride_t, v_stride_h, v_stride_d,
     HQ: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, L2NORM: tl.constexpr,
+    BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr, H_LAYOUT: tl.constexpr, H_PAIRS: tl.constexpr,
     TWO_TERMS: tl.constexpr, BY_PRODUCT: tl.constexpr, EARLY: tl.constexpr, BOXED: tl.constexpr,
     NVIDIA: tl.constexpr, KEEPS: tl.constexpr,
@@ -102,7 +102,7 @@ def _scan_chunks(
         weights += (first_chunk * HV + v_head) * (2 * C * C)
         k, k_stride_t, k_stride_d, k_step = keys_of_chunks(
             k, keys, row, q_head, begin, first_chunk, k_stride_b, k_stride_t, k_stride_h,
-            k_stride_d, HQ, C, K, L2NORM,
+            k_stride_d, HQ, C, K, HAS_KEYS,
         )  # fmt: skip
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     out += ((row * tokens + begin) * HV + v_head) * V
@@ -147,7 +147,7 @@ def _scan_chunks(
         QS = tl.zeros([BV, C], tl.float32)
         KS, QS, k0 = _read_tile(
             q, k, S0, KS, QS, r, 0, token_ok, q_row, q_column, k_row, q_stride_t, q_stride_d,
-            k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
+            k_stride_t, k_stride_d, K, BK, HAS_KEYS, PRECISION, WIDE, BOXED,
         )  # fmt: skip
         k1 = k0
         k2 = k0
@@ -155,17 +155,17 @@ def _scan_chunks(
         if NK > 1:
             KS, QS, k1 = _read_tile(
                 q, k, S1, KS, QS, r, 1, token_ok, q_row, q_column, k_row, q_stride_t, q_stride_d,
-                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
+                k_stride_t, k_stride_d, K, BK, HAS_KEYS, PRECISION, WIDE, BOXED,
             )  # fmt: skip
         if NK > 2:
             KS, QS, k2 = _read_tile(
                 q, k, S2, KS, QS, r, 2, token_ok, q_row, q_column, k_row, q_stride_t, q_stride_d,
-                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
+                k_stride_t, k_stride_d, K, BK, HAS_KEYS, PRECISION, WIDE, BOXED,
             )  # fmt: skip
         if NK > 3:
             KS, QS, k3 = _read_tile(
                 q, k, S3, KS, QS, r, 3, token_ok, q_row, q_column, k_row, q_stride_t, q_stride_d,
-                k_stride_t, k_stride_d, K, BK, L2NORM, PRECISION, WIDE, BOXED,
+                k_stride_t, k_stride_d, K, BK, HAS_KEYS, PRECISION, WIDE, BOXED,
             )  # fmt: skip
 
         if H_PAIRS and NARROW:
@@ -230,8 +230,8 @@ def scan_kernel(
     v_stride_b, v_stride_t, v_stride_h, v_stride_d, s_stride_n, s_stride_h, s_stride_v, s_stride_k,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
-    HAS_STATE: tl.constexpr, HAS_FINAL: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_FINAL: tl.constexpr, HAS_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDE: tl.constexpr,
     H_LAYOUT: tl.constexpr,  # 0: none, 1: fla, 2: compact
     H_PAIRS: tl.constexpr,  # each thread writes what it has of states inside sequences
     HAS_POOL: tl.constexpr,
@@ -345,8 +345,8 @@ def scan_kernel(
                 keys, out, tokens, q_head, v_head, column, h, h_first, h_end, kept, s_stride_v,
                 s_stride_k, 0, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
                 k_stride_t, k_stride_h, k_stride_d, v_stride_b, v_stride_t, v_stride_h, v_stride_d,
-                HQ, HV, K, V, C, BK, NK, BV, L2NORM, PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS,
-                BY_PRODUCT, EARLY, BOXED, NVIDIA, False,
+                HQ, HV, K, V, C, BK, NK, BV, HAS_KEYS, PRECISION, WIDE, H_LAYOUT, H_PAIRS,
+                TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA, False,
             )  # fmt: skip
             kept_wanted = (n == 0) & (kept_after > 0)
             store_state(
@@ -361,7 +361,7 @@ def scan_kernel(
             out, tokens, q_head, v_head, column, h, h_first, h_end, kept, s_stride_v, s_stride_k,
             kept_after, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t,
             k_stride_h, k_stride_d, v_stride_b, v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C,
-            BK, NK, BV, L2NORM, PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY,
+            BK, NK, BV, HAS_KEYS, PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY,
             BOXED, NVIDIA, TRACK == 2,
         )  # fmt: skip
     if H_LAYOUT == 2 or (SPLIT and H_LAYOUT == 1):

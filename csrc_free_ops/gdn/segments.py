@@ -59,7 +59,7 @@ def segment_kernel(
     s_stride_n, s_stride_h, s_stride_v, s_stride_k,
     HV: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, NK: tl.constexpr, BV: tl.constexpr, HAS_CU: tl.constexpr,
-    HAS_STATE: tl.constexpr, L2NORM: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_KEYS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     HAS_POOL: tl.constexpr, TWO_TERMS: tl.constexpr, BY_PRODUCT: tl.constexpr,
     BOXED: tl.constexpr,  # weights and keys are descriptors of matrices
     NVIDIA: tl.constexpr, PDL: tl.constexpr,
@@ -125,7 +125,7 @@ def segment_kernel(
         weights += (first_chunk * HV + v_head) * (2 * C * C)
         k, k_stride_t, k_stride_d, k_step = keys_of_chunks(
             k, keys, row, q_head, begin, first_chunk, k_stride_b, k_stride_t, k_stride_h,
-            k_stride_d, HQ, C, K, L2NORM,
+            k_stride_d, HQ, C, K, HAS_KEYS,
         )  # fmt: skip
     v += row * v_stride_b + v_head * v_stride_h + begin * v_stride_t
     vectors += (first_chunk * HV + v_head) * (4 * C)

@@ -172,12 +172,12 @@ def store_half(
 @triton.jit
 def keys_of_chunks(
     k, keys, row, q_head, begin, first_chunk, stride_b, stride_t, stride_h, stride_d,
-    HQ: tl.constexpr, C: tl.constexpr, K: tl.constexpr, L2NORM: tl.constexpr,
+    HQ: tl.constexpr, C: tl.constexpr, K: tl.constexpr, HAS_KEYS: tl.constexpr,
 ):  # fmt: skip
     """Where the keys of chunks from ``first_chunk`` on lie, whose first token is ``begin``: as
-    prepare has stored them with L2NORM, else in k. Also strides of tokens and columns, and the step
-    from one chunk to the next."""
-    if L2NORM:
+    prepare has stored them with HAS_KEYS, else in k. Also strides of tokens and columns, and the
+    step from one chunk to the next."""
+    if HAS_KEYS:
         at = keys + (first_chunk * HQ + q_head) * (C * K)
         stride_t = K
         stride_d = 1

@@ -22,7 +22,7 @@ def plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def forced(monkeypatch: pytest.MonkeyPatch, choice: str, value: Any) -> Iterator[None]:
     """Plans are made anew, and ``choice`` of `csrc_free_ops.gdn.launch` is always that value."""
-    monkeypatch.setattr(f"csrc_free_ops.gdn.launch.{choice}", lambda *_: value)
+    monkeypatch.setattr(f"csrc_free_ops.gdn.launch.{choice}", lambda *_, **__: value)
     plans_anew(monkeypatch)
     yield
     dispatch._plans.forget_decisions()

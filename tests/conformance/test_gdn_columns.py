@@ -210,7 +210,7 @@ def test_whole_tiles_of_queries(
     assert boxed and set(boxed) == {is_boxed}
     boxed.clear()
     check_or_skip(call.with_(q=q, qk_l2norm=False, k=call.tensors["k"]), TIER, must_run)
-    assert boxed and set(boxed) == {False}
+    assert boxed and set(boxed) == {is_boxed}
 
 
 def test_a_sequence_does_not_see_the_next_one(maker: Make, must_run: frozenset[str]) -> None:
