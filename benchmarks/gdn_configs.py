@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from csrc_free_ops.facts import contiguous_facts, device_facts
+from csrc_free_ops.facts import DeviceFacts, contiguous_facts, device_facts
 from csrc_free_ops.gdn import GdnConfig, GdnPlan, plan_gdn
 from csrc_free_ops.gdn.launch import default_config
 from csrc_free_ops.reference.gdn import l2norm
@@ -162,24 +162,33 @@ def configs_for(case: GdnCase) -> list[str]:
     return SPLIT if is_split(case) else [*PREPARE, *SCAN]
 
 
-def plan_for(case: GdnCase, config: GdnConfig | None, form: Form) -> GdnPlan:
-    device = device_facts(environment.default_device())
+def plan_for(
+    case: GdnCase,
+    config: GdnConfig | None,
+    form: Form,
+    device: DeviceFacts | None = None,
+    **changes: Any,
+) -> GdnPlan:
+    """As the bench calls it, on the device there is if none is given; ``changes`` are other
+    arguments of `plan_gdn` than those of the bench."""
+    device = device or device_facts(environment.default_device())
     T, Hq, Hv, D = case.tokens, case.q_heads, case.v_heads, HEAD_SIZE
     q = contiguous_facts((1, T, Hq, D), torch.bfloat16)
     v = contiguous_facts((1, T, Hv, D), torch.bfloat16)
     gate = contiguous_facts((1, T, Hv), torch.float32)
-    return plan_gdn(
-        q, q, v, gate, gate, device,
-        initial_state=contiguous_facts((case.sequences, Hv, D, D), torch.float32),
-        cu_seqlens_dtype=torch.int64,
-        sequences=case.sequences,
-        scale=D**-0.5,
-        qk_l2norm=form.qk_l2norm,
-        h_layout=form.h_layout,
-        h_rows=case.rows_of_h(form.h_layout) if form.h_layout else 0,
-        h_dtype=torch.float32 if form.h_layout else None,
-        config=config,
-    )  # fmt: skip
+    options: dict[str, Any] = {
+        "initial_state": contiguous_facts((case.sequences, Hv, D, D), torch.float32),
+        "cu_seqlens_dtype": torch.int64,
+        "sequences": case.sequences,
+        "scale": D**-0.5,
+        "qk_l2norm": form.qk_l2norm,
+        "h_layout": form.h_layout,
+        "h_rows": case.rows_of_h(form.h_layout) if form.h_layout else 0,
+        "h_dtype": torch.float32 if form.h_layout else None,
+        "config": config,
+        **changes,
+    }
+    return plan_gdn(q, q, v, gate, gate, device, **options)
 
 
 Job = tuple[GdnCase, str, Form]

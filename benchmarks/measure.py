@@ -42,13 +42,12 @@ _OTHER_TESTS = (
     "test_library_tiers test_flashinfer_gdn test_flashinfer_gdn_pool test_gdn test_gdn_pool "
     "test_gdn_columns test_gdn_split test_gdn_decode test_checkpoints test_tune"
 )
+_WIDE = "bv=64,bk=128,boxed=1,v_early=1"
 _COLUMNS = (
     "benchmarks/gdn_configs.py --cases 1x512,1x8k,1x32k,32x256,2/8_1x2k,16/16_1x2k,2/8_1x32k,"
     "16/48_1x8k --repeats 3 --configs default segment_chunks=0 bv=16,segment_chunks=0 "
-    "bv=64,bk=128,boxed=1,v_early=1,segment_chunks=0 "
-    "bv=64,bk=128,boxed=1,v_early=1,scan_stages=2,segment_chunks=0 "
-    "bv=64,bk=128,boxed=1,v_early=1,segment_chunks=64 "
-    "bv=64,bk=128,boxed=1,v_early=1,segment_chunks=256"
+    f"{_WIDE},segment_chunks=0 {_WIDE},scan_stages=2,segment_chunks=0 "
+    f"{_WIDE},segment_chunks=64 {_WIDE},segment_chunks=256"
 )
 _BENCH = "-m torch_attn_tiers bench"
 _TUNED = "{name}_{device}.json"
@@ -72,12 +71,6 @@ STEPS = {
         245,
         f"{_TESTS} -n 16 {_GDN_TESTS} tests/gpu/test_gdn_columns.py tests/gpu/test_gdn_split.py "
         "-k 'not flashinfer' --require-tiers triton",
-    ),
-    # Those of them that change with how states are kept, and with what memory is taken.
-    "gpu_tests_gdn_pool": Step(
-        50,
-        f"{_TESTS} -n 16 {_GDN_TESTS} -k 'not flashinfer and (gdn_pool or memory)' "
-        "--require-tiers triton",
     ),
     "gpu_tests_gdn_decode": Step(
         150,

@@ -21,36 +21,28 @@ from collections.abc import Iterator
 
 import torch
 
+from benchmarks import gdn_configs
 from csrc_free_ops.facts import DeviceFacts, PoolIndices, contiguous_facts
-from csrc_free_ops.gdn import GdnPlan, plan_gdn
+from csrc_free_ops.gdn import GdnPlan
 from tests.compile_only import TARGETS, _compiled
 from torch_attn_tiers.cli.bench.gdn_cases import CASES, HEAD_SIZE, GdnCase
+from torch_attn_tiers.cli.bench.gdn_sides import LAYOUTS
 
-FORMS = ("none", "fla", "compact", "pool", "tracked")
+FORMS = ("none", *LAYOUTS, "pool", "tracked")
 COUNTED = {"barriers": "BAR.SYNC", "reloads": "LDL", "products": "HG?MMA", "stores": "STG"}
 
 
 def plan_for(case: GdnCase, form: str, device: DeviceFacts) -> GdnPlan:
     """In bfloat16 with l2norm and states, as the bench calls it."""
-    T, Hq, Hv, D, N = case.tokens, case.q_heads, case.v_heads, HEAD_SIZE, case.sequences
-    q = contiguous_facts((1, T, Hq, D), torch.bfloat16)
-    v = contiguous_facts((1, T, Hv, D), torch.bfloat16)
-    gate = contiguous_facts((1, T, Hv), torch.float32)
-    h_layout = form if form in ("fla", "compact") else None
-    indices = {"pool": 2, "tracked": 4}.get(form)
-    places = 3 * N if indices else N
-    return plan_gdn(
-        q, q, v, gate, gate, device,
-        initial_state=contiguous_facts((places, Hv, D, D), torch.float32),
-        cu_seqlens_dtype=torch.int64,
-        sequences=N,
-        scale=D**-0.5,
-        qk_l2norm=True,
-        h_layout=h_layout,
-        h_rows=case.rows_of_h(h_layout) if h_layout else 0,
-        h_dtype=torch.float32 if h_layout else None,
-        pool=PoolIndices(*[torch.int64] * indices) if indices else None,
-    )  # fmt: skip
+    pool = {}
+    if form in ("pool", "tracked"):
+        state = (3 * case.sequences, case.v_heads, HEAD_SIZE, HEAD_SIZE)
+        pool = {
+            "initial_state": contiguous_facts(state, torch.float32),
+            "pool": PoolIndices(*[torch.int64] * (4 if form == "tracked" else 2)),
+        }
+    h_layout = form if form in LAYOUTS else None
+    return gdn_configs.plan_for(case, None, gdn_configs.Form(True, h_layout), device, **pool)
 
 
 def disassembled(cubin: bytes) -> list[str]:

@@ -41,6 +41,19 @@ def sequence_bounds(cu_seqlens, i, tokens, mask):
 
 
 @triton.jit
+def tokens_of_sequence(i, cu_seqlens, tokens, HAS_CU: tl.constexpr):
+    """Row of sequence i, its first token there and one past the last."""
+    if HAS_CU:
+        row = tl.zeros((), tl.int64)
+        first, end = sequence_bounds(cu_seqlens, i, tokens, True)
+    else:
+        row = i
+        first = tl.zeros((), tl.int64)
+        end = first + tokens
+    return row, first, end
+
+
+@triton.jit
 def sequence_of(chunk_starts, chunk, sequences):
     """The sequence that holds a chunk, by bisection; ``sequences`` if there is no such chunk."""
     low = 0

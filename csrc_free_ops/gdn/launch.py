@@ -266,18 +266,17 @@ def plan_gdn(
         config = default_config(K, V, Hv // Hq, q.dtype, device)
     else:
         check_config(config, K, Hv // Hq, q.dtype, device)
-    has_cu = cu_seqlens_dtype is not None
+    has_cu, has_h = cu_seqlens_dtype is not None, h_layout is not None
     chunks = _most_chunks(B, T, sequences, has_cu)
     # Offsets within a chunk, and from one chunk to the next.
     wide = C * Hv * V >= 2**31 or any(
         C * x.stride[1] + (x.shape[3] - 1) * x.stride[3] >= 2**31 for x in (q, k, v)
     )
-
     q_matrix = None if wide else _q_matrix(q, chunks * Hv * 2 * C)
     if by_shapes:
         config = _for_programs(
             config, sequences, Hv, K, V, chunks, q.dtype, device,
-            has_h=h_layout is not None, batch_invariant=batch_invariant,
+            has_h=has_h, batch_invariant=batch_invariant,
             can_be_boxed=q_matrix is not None and K == _pow2(K),
         )  # fmt: skip
     v_tiles = -(-V // config.bv)
@@ -288,10 +287,11 @@ def plan_gdn(
             "are not split then"
         )
     if L is None:
-        L = 0
-        if not batch_invariant:
-            has_h = h_layout is not None
-            L = segment_chunks(config, sequences, Hv, V, chunks, device, has_h)
+        L = (
+            0
+            if batch_invariant
+            else segment_chunks(config, sequences, Hv, V, chunks, device, has_h)
+        )
     segments = sequences
     if L:  # a sequence is a segment even if it is empty; one alone may have all tokens
         segments += (1 if has_cu else B) * (max(0, T - 1) // (C * L))
@@ -311,7 +311,7 @@ def plan_gdn(
 
     checkpoints = (h_dtype or torch.float32, True)
     h_pairs = config.h_pairs and device.is_nvidia and K % 2 == 0
-    h_pairs &= h_layout is not None and checkpoints[0] is torch.float32
+    h_pairs &= has_h and checkpoints[0] is torch.float32
 
     dtype = (q.dtype, True)
     cu = (cu_seqlens_dtype or torch.int32, False)

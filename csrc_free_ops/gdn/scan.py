@@ -20,7 +20,7 @@ import triton.language as tl
 from csrc_free_ops.gdn.chunk_map import (
     let_next_kernel_start,
     segment_at,
-    sequence_bounds,
+    tokens_of_sequence,
     wait_for_earlier_kernels,
 )
 from csrc_free_ops.gdn.prepare import halves, join_halves, load_rows, offsets
@@ -267,13 +267,7 @@ def scan_kernel(
         i, before, first_chunk, count, is_last = segment_at(chunk_starts, part)
         if i < 0:
             return
-    if HAS_CU:
-        row = tl.zeros((), tl.int64)
-        begin, end = sequence_bounds(cu_seqlens, i, tokens, True)
-    else:
-        row = i
-        begin = tl.zeros((), tl.int64)
-        end = begin + tokens
+    row, begin, end = tokens_of_sequence(i, cu_seqlens, tokens, HAS_CU)
     if SPLIT:
         begin += before * C
     else:
@@ -335,19 +329,22 @@ def scan_kernel(
             kept_after = tl.where(kept_wanted, tl.cdiv(track_len, C), 0).to(tl.int32)
             kept_after = tl.where(kept_after <= count, kept_after, 0)
 
-    if TRACK == 1:
-        # Up to the state that is kept, and on from there. To ask in each chunk whether it is that
-        # one makes all of them slower. But to start twice is slower where chunks are few.
-        for n in range(2):
+    # With two, up to the state that is kept, and on from there. To ask in each chunk whether it is
+    # that one makes all of them slower. But to start twice is slower where chunks are few.
+    LOOPS: tl.constexpr = 2 if TRACK == 1 else 1
+    for n in range(LOOPS):
+        some = count
+        if TRACK == 1:
             some = tl.where(n == 0, kept_after, count - kept_after)
-            S0, S1, S2, S3 = _scan_chunks(
-                S0, S1, S2, S3, row, begin, first_chunk, some, length, q, k, v, weights, vectors,
-                keys, out, tokens, q_head, v_head, column, h, h_first, h_end, kept, s_stride_v,
-                s_stride_k, 0, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b,
-                k_stride_t, k_stride_h, k_stride_d, v_stride_b, v_stride_t, v_stride_h, v_stride_d,
-                HQ, HV, K, V, C, BK, NK, BV, HAS_KEYS, PRECISION, WIDE, H_LAYOUT, H_PAIRS,
-                TWO_TERMS, BY_PRODUCT, EARLY, BOXED, NVIDIA, False,
-            )  # fmt: skip
+        S0, S1, S2, S3 = _scan_chunks(
+            S0, S1, S2, S3, row, begin, first_chunk, some, length, q, k, v, weights, vectors, keys,
+            out, tokens, q_head, v_head, column, h, h_first, h_end, kept, s_stride_v, s_stride_k,
+            kept_after, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t,
+            k_stride_h, k_stride_d, v_stride_b, v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C,
+            BK, NK, BV, HAS_KEYS, PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY,
+            BOXED, NVIDIA, TRACK == 2,
+        )  # fmt: skip
+        if TRACK == 1:
             kept_wanted = (n == 0) & (kept_after > 0)
             store_state(
                 kept, S0, S1, S2, S3, vd, s_stride_v, s_stride_k, kept_wanted, V, K, BK, NK, True
@@ -355,15 +352,6 @@ def scan_kernel(
             begin += some * C
             first_chunk += some
             length -= some * C
-    else:
-        S0, S1, S2, S3 = _scan_chunks(
-            S0, S1, S2, S3, row, begin, first_chunk, count, length, q, k, v, weights, vectors, keys,
-            out, tokens, q_head, v_head, column, h, h_first, h_end, kept, s_stride_v, s_stride_k,
-            kept_after, q_stride_b, q_stride_t, q_stride_h, q_stride_d, k_stride_b, k_stride_t,
-            k_stride_h, k_stride_d, v_stride_b, v_stride_t, v_stride_h, v_stride_d, HQ, HV, K, V, C,
-            BK, NK, BV, HAS_KEYS, PRECISION, WIDE, H_LAYOUT, H_PAIRS, TWO_TERMS, BY_PRODUCT, EARLY,
-            BOXED, NVIDIA, TRACK == 2,
-        )  # fmt: skip
     if H_LAYOUT == 2 or (SPLIT and H_LAYOUT == 1):
         wanted = count < h_end
         if H_LAYOUT == 2:

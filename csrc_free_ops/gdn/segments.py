@@ -16,7 +16,7 @@ import triton.language as tl
 from csrc_free_ops.gdn.chunk_map import (
     let_next_kernel_start,
     segment_at,
-    sequence_bounds,
+    tokens_of_sequence,
     wait_for_earlier_kernels,
 )
 from csrc_free_ops.gdn.tiles import (
@@ -110,12 +110,7 @@ def segment_kernel(
     if WIDE:  # as in the scan
         k_stride_t += tl.zeros((), tl.int64)
         v_stride_t += tl.zeros((), tl.int64)
-    if HAS_CU:
-        row = tl.zeros((), tl.int64)
-        begin, _ = sequence_bounds(cu_seqlens, i, tokens, True)
-    else:
-        row = i
-        begin = tl.zeros((), tl.int64)
+    row, begin, _ = tokens_of_sequence(i, cu_seqlens, tokens, HAS_CU)
     begin += before * C
     k_row = ((first_chunk * HQ + q_head) * C).to(tl.int32)
     weights_row = ((first_chunk * HV + v_head) * (2 * C)).to(tl.int32)
